@@ -24,19 +24,19 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-neuron-emulated test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
 # The package and what its examples need; no more, so that `make run` is soon there.
 $(VENV)/built: $(BUILT_FROM)
 	python3 -m venv $(VENV)
-	$(PIP) torch setuptools wheel numpy
+	$(PIP) pip torch setuptools wheel numpy
 	PAGED_ATTN_BUILD_CPP=1 $(PIP) --no-build-isolation --editable '.[examples]'
 	touch $@
 
 $(VENV)/installed: $(VENV)/built
-	$(PIP) 'torch-paged-attn[test,bench,dev]'
+	$(PIP) --group test --group bench --group dev
 	touch $@
 
 run: $(VENV)/built
@@ -61,6 +61,21 @@ test: install
 	$(PYTHON) -m torch_paged_attn
 	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint docs test-neuron-emulated $$slower
 	$(PYTEST) tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
+	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
+
+# Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
+test-cpu: install
+	$(PYTEST) tests/contract tests/reference tests/properties tests/packaging tests/cache tests/layouts tests/integrations \
+	  --ignore tests/packaging/test_examples.py
+	$(PYTEST) tests/backends --backend cpu
+
+test-tpu-interpreted: install
+	$(PYTEST) tests/tpu tests/backends --backend tpu
+
+test-neuron: install
+	$(PYTEST) tests/neuron tests/backends --backend neuron-2 --backend neuron-3 --backend neuron-4
+
+test-triton-interpreted: install
 	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
 
 # Neuron's dispatch: CPU tensors go to the emulator.
@@ -111,6 +126,15 @@ $(HUB)/installed: $(VENV)/built
 # and audio packages that are built for another torch, and whose import fails.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest --confcutdir tests/vllm tests/vllm
+
+# vLLM's CUDA wheel on a Hopper GPU, beside its own backends: tools/vllm_gpu/README.md
+VLLM_PIECES ?= .vllm-pieces
+VLLM_MODELS ?= h64 h128
+test-vllm-gpu:
+	. tools/vllm_gpu/setup.sh $(VLLM_PIECES) && for model in $(VLLM_MODELS); do \
+	    python3 tools/vllm_gpu/make_model.py $$model $${TMPDIR:-/tmp}/$$model && \
+	    python3 tools/vllm_gpu/compare.py $${TMPDIR:-/tmp}/$$model \
+	        --out $${OUT:-$${TMPDIR:-/tmp}}/vllm_$$model || exit 1; done
 
 .venv-vllm/installed: $(VENV)/built
 	python3 -m venv .venv-vllm

@@ -1,22 +1,32 @@
-"""Builds the CPU kernels as an optional extension; metadata lives in pyproject.toml.
+"""Compiles the CPU kernels, or stops with one sentence; metadata lives in pyproject.toml.
 
-PAGED_ATTN_BUILD_CPP=auto (default) installs pure Python with a warning when the build fails, 1
-makes that an error, 0 does not try. The extension uses only the libtorch stable ABI: one library
-serves every supported torch and Python.
+PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
+a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_TORCH names the
+folder of the torch whose headers are used; by default that of this Python (`tools/build_backend`
+finds it in the environment that pip installs into). Only libtorch's stable ABI is used: one library
+serves every supported torch and Python, and needs no header of Python.
 """
 
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
+import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
-TORCH_2_11 = "0x020b000000000000"
+OLDEST_TORCH, TORCH_2_11 = (2, 11), "0x020b000000000000"
+# the commands that compile
+COMPILING = {"build_ext", "bdist_wheel", "editable_wheel", "build", "install", "develop"}
 
 SOURCES = [*map(str, sorted(Path("csrc/ops").glob("*.cpp"))), "csrc/core/schedule.cpp"]
 SOURCES += ["csrc/core/backward_plan.cpp", "csrc/dispatch.cpp", "csrc/engines.cpp"]
@@ -43,85 +53,108 @@ KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
 
 
-def extension_options() -> dict:
-    from setuptools.errors import CompileError, LinkError
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+def stop(missing: str) -> None:
+    raise SystemExit(
+        f"torch-paged-attn: cannot compile the CPU kernels: {missing}, or set"
+        " PAGED_ATTN_BUILD_CPP=0 for a package without CPU kernels."
+    )
 
-    # a compiler that is missing, refuses to say its version, fails to compile, fails to link
-    failures = (OSError, subprocess.SubprocessError, CompileError, LinkError, RuntimeError)
 
-    class BuildKernels(BuildExtension):
-        """Compiles the torch-free ISA files apart from the rest, each with flags of its own."""
+def torch_folder() -> Path:
+    """The installed package torch, which is not imported."""
+    if not (folder := os.environ.get("PAGED_ATTN_TORCH")):
+        spec = find_spec("torch")
+        if spec is None or not spec.origin:
+            stop("there is no torch to build with; install torch 2.11 or later first")
+        folder = Path(spec.origin).parent
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", (Path(folder) / "version.py").read_text())
+    if found is None or (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        stop(f"the torch in {folder} is too old; install torch 2.11 or later")
+    return Path(folder)
 
-        def build_extensions(self) -> None:
-            self.compile_plain = self.compiler.compile
-            self.compiler.compile = self.compile_at_once
-            try:
-                super().build_extensions()
-            except failures as error:
-                if WANTED == "1":
-                    raise
-                self.extensions.clear()
-                warnings.warn(
-                    f"torch-paged-attn: the CPU kernels were not built ({error}); installing"
-                    " without them. PAGED_ATTN_BUILD_CPP=1 makes this an error.",
-                    stacklevel=1,
-                )
 
-        def build_extension(self, extension) -> None:
-            def compile_isa(isa: str) -> list[str]:
-                return self.compile_plain(
-                    [f"csrc/isa/{isa}.cpp"],
-                    output_dir=self.build_temp,
-                    extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *EXTRA_FLAGS],
-                )
+def check_compiler() -> None:
+    """Stop unless the compiler that setuptools will call compiles a line of C++."""
+    asked = os.environ.get("CXX") or os.environ.get("CC")
+    cxx = shlex.split(asked or sysconfig.get_config_var("CXX") or "c++")
+    command = [*cxx, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    done, program = None, "#include <vector>\n"
+    try:
+        done = subprocess.run(command, input=program, text=True, capture_output=True)
+    except OSError:
+        stop(f"there is no C++ compiler {cxx[0]!r}; install one (Debian: apt-get install g++)")
+    if done is not None and done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+        stop(f"{cxx[0]!r} does not compile C++20 ({reason}); install g++ 12 or later")
 
-            # compilers are processes: a thread for each, those that take longest first
-            with ThreadPoolExecutor(os.cpu_count()) as threads:
-                compiling = {isa: threads.submit(compile_isa, isa) for isa in reversed(ISA_FLAGS)}
-            without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
-            if "avx512bf16" in without:  # whose table amx.cpp needs
-                without.setdefault("amx", without["avx512bf16"])
-            for error in without.values():
-                if WANTED == "1" or "generic" in without or not isinstance(error, failures):
-                    raise error
-            for isa, error in without.items():
-                extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
-                warnings.warn(
-                    f"torch-paged-attn: no kernels for {isa}, which this compiler does not build"
-                    f" ({error}); PAGED_ATTN_BUILD_CPP=1 makes this an error.",
-                    stacklevel=1,
-                )
-            for isa in compiling.keys() - without.keys():
-                extension.extra_objects += compiling[isa].result()
-            super().build_extension(extension)
 
-        def compile_at_once(self, sources, **options) -> list[str]:
-            """As many files at once as there are cores; setuptools compiles one by one."""
-            with ThreadPoolExecutor(os.cpu_count()) as threads:
-                objects = threads.map(lambda path: self.compile_plain([path], **options), sources)
-            return [path for paths in objects for path in paths]
+class BuildKernels(build_ext):
+    """Compiles the torch-free ISA files apart from the rest, each with flags of its own."""
 
-    flags = [
-        "-O2",
-        "-g0",
-        "-fvisibility=hidden",
-        "-DTORCH_STABLE_ONLY",
-        f"-DTORCH_TARGET_VERSION={TORCH_2_11}",
-    ]
-    extension = CppExtension(
+    def build_extensions(self) -> None:
+        self.compile_plain = self.compiler.compile
+        self.compiler.compile = self.compile_at_once
+        super().build_extensions()
+
+    def build_extension(self, extension: Extension) -> None:
+        def compile_isa(isa: str) -> list[str]:
+            return self.compile_plain(
+                [f"csrc/isa/{isa}.cpp"],
+                output_dir=self.build_temp,
+                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *EXTRA_FLAGS],
+            )
+
+        # compilers are processes: a thread for each, those that take longest first
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiling = {isa: threads.submit(compile_isa, isa) for isa in reversed(ISA_FLAGS)}
+        without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
+        if "avx512bf16" in without:  # whose table amx.cpp needs
+            without.setdefault("amx", without["avx512bf16"])
+        for error in without.values():
+            if WANTED == "1" or "generic" in without or not isinstance(error, CompileError):
+                raise error
+        for isa, error in without.items():
+            extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
+            warnings.warn(
+                f"torch-paged-attn: no kernels for {isa}, which this compiler does not build"
+                f" ({error}); PAGED_ATTN_BUILD_CPP=1 makes this an error.",
+                stacklevel=1,
+            )
+        for isa in compiling.keys() - without.keys():
+            extension.extra_objects += compiling[isa].result()
+        super().build_extension(extension)
+
+    def compile_at_once(self, sources: list[str], **options) -> list[str]:
+        """As many files at once as there are cores; setuptools compiles one by one."""
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = threads.map(lambda path: self.compile_plain([path], **options), sources)
+        return [path for paths in objects for path in paths]
+
+
+def extension() -> Extension:
+    """The library of the kernels, and where torch is if this command compiles."""
+    flags = ["-O2", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-DTORCH_STABLE_ONLY"]
+    flags.append(f"-DTORCH_TARGET_VERSION={TORCH_2_11}")
+    folders = {}
+    if COMPILING & set(sys.argv):
+        check_compiler()
+        torch = torch_folder()
+        headers = torch / "include", torch / "include/torch/csrc/api/include"
+        folders = {
+            "include_dirs": [*map(str, headers)],
+            "library_dirs": [str(torch / "lib")],
+            "libraries": ["c10", "torch", "torch_cpu"],
+        }
+    return Extension(
         "torch_paged_attn._C",
         SOURCES,
         depends=[str(path) for path in Path("csrc").rglob("*.*")],
         py_limited_api=True,
-        extra_compile_args={"cxx": [*flags, *EXTRA_FLAGS]},
+        language="c++",
+        extra_compile_args=[*flags, *EXTRA_FLAGS],
         extra_link_args=EXTRA_FLAGS,
+        **folders,
     )
-    build_ext = BuildKernels.with_options(use_ninja=False)
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": build_ext, "bdist_wheel": wheel_for_every_python()},
-    }
 
 
 def wheel_for_every_python() -> type:
@@ -141,17 +174,8 @@ def wheel_for_every_python() -> type:
 def options() -> dict:
     if WANTED == "0":
         return {}
-    try:
-        return extension_options()
-    except ImportError as error:
-        if WANTED == "1":
-            raise
-        warnings.warn(
-            f"torch-paged-attn: no torch to build the CPU kernels with ({error}); installing"
-            " without them. Install with --no-build-isolation to use this environment's torch.",
-            stacklevel=1,
-        )
-        return {}
+    commands = {"build_ext": BuildKernels, "bdist_wheel": wheel_for_every_python()}
+    return {"ext_modules": [extension()], "cmdclass": commands}
 
 
 if not (find_spec("setuptools.command.bdist_wheel") or find_spec("wheel")):

@@ -1,4 +1,4 @@
-"""The report of `python -m torch_paged_attn`: packages, the backend of each device, problems."""
+"""The report of `python -m torch_paged_attn`: verdict, packages, the backend of each device."""
 
 import contextlib
 import importlib
@@ -57,20 +57,22 @@ def self_test(device: str) -> dict[str, Any]:
     """Run a small mixed batch (one decode, one prompt chunk) and compare it with the reference.
 
     Returns:
-        `milliseconds`, of the whole test, and `error`; one of the two is None. On a GPU most of the
-        time is spent in Triton's compiler.
+        `milliseconds`, of the call without the comparison, and `error`; one of the two is None. On
+        a GPU most of the time is spent in Triton's compiler.
     """
     from torch_paged_attn.testing import Problem, assert_accurate, build
 
-    start = time.perf_counter()
-    problem = Problem("self_test", ((1, 40), (20, 3)), 4, 2, 32, dtype=torch.bfloat16, page_size=16)
+    problem = Problem("self_test", ((1, 20), (6, 3)), 2, 1, 16, dtype=torch.bfloat16, page_size=16)
     call = build(problem)
     try:
-        out, lse = call.to(torch.device(device)).run()
-        assert_accurate(out.cpu(), lse.cpu(), call.truth())
+        moved = call.to(torch.device(device))
+        start = time.perf_counter()
+        out, lse = (x.cpu() for x in moved.run())
+        milliseconds = round(1e3 * (time.perf_counter() - start), 1)
+        assert_accurate(out, lse, call.truth())
     except Exception as error:  # the report shows any error and continues
         return {"milliseconds": None, "error": f"{type(error).__name__}: {error}"}
-    return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
+    return {"milliseconds": milliseconds, "error": None}
 
 
 def why_no_amx(
@@ -128,7 +130,7 @@ def vllm_custom() -> dict[str, Any] | None:
     problem = None
     if owner is None:
         problem = (
-            "nobody has registered vLLM's CUSTOM: torch-paged-attn is not installed where vLLM"
+            "no plugin has registered vLLM's CUSTOM: torch-paged-attn is not installed where vLLM"
             " looks for plugins, or VLLM_PLUGINS leaves torch_paged_attn out"
         )
     elif owner != BACKEND:
@@ -141,8 +143,12 @@ def report() -> dict[str, Any]:
     devices = {device: answer(key) for device, key in DEVICES.items()}
     cpu = devices["cpu"]
     problems, notes = [], []
+    try:
+        isa = torch.ops.paged_attn.cpu_isa() if cpu["backend"] == "cpu" else ""
+    except RuntimeError as error:  # PAGED_ATTN_CPU_ISA names one that is not here
+        cpu |= {"backend": None, "ops": [], "reason": str(error).partition("\n")[0], "notes": []}
     if cpu["backend"] == "cpu":
-        cpu["instruction_set"] = isa = torch.ops.paged_attn.cpu_isa()
+        cpu["instruction_set"] = isa
         cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
         lines = torch.ops.paged_attn.cpu_isas_missing().splitlines()
         missing = dict(line.split(": ", 1) for line in lines)
@@ -181,18 +187,30 @@ def report() -> dict[str, Any]:
     }
 
 
+def verdict(known: dict[str, Any]) -> str:
+    """One line: ready, and on which devices; or not ready, and why."""
+    name = f"torch_paged_attn {known['torch_paged_attn']}"
+    if problems := known["problems"]:
+        more = f" (and {len(problems) - 1} more below)" * (len(problems) > 1)
+        return f"{name} is not ready: {problems[0]}{more}"
+    devices = known["devices"].items()
+    ready = [f"{device} by {x['backend']}" for device, x in devices if x["backend"]]
+    return f"{name} is ready: {', '.join(ready)}"
+
+
 def printed(known: dict[str, Any]) -> str:
-    """The report as text."""
+    """The report as text, the verdict first."""
     lines = [
-        f"torch_paged_attn {known['torch_paged_attn']},"
-        f" Python {known['python']}, {known['machine']}",
+        verdict(known),
+        "",
+        f"Python {known['python']}, {known['machine']}",
         "packages  " + "  ".join(f"{p} {v or '-'}" for p, v in known["packages"].items()),
         "tested with  " + ", ".join(f"{p} {v}" for p, v in known["tested"].items()),
         f"torch.nn.attention's flash attention: {known['flash_attention_impl'] or 'its own'}"
         f" (to choose from: {', '.join(known['flash_attention_impls'])})",
     ]
     if known["vllm_custom"]:
-        lines.append(f"vLLM's CUSTOM: {known['vllm_custom']['owner'] or 'nobody'}")
+        lines.append(f"vLLM's CUSTOM: {known['vllm_custom']['owner'] or 'not registered'}")
     for device, found in known["devices"].items():
         isa = ""
         if "instruction_set" in found:
@@ -203,7 +221,7 @@ def printed(known: dict[str, Any]) -> str:
         lines += [f"  paged_attn::{op}" for op in found["ops"]]
         lines += [f"  {note}" for note in found.get("notes", ())]
         if (tested := found.get("self_test")) and tested["error"] is None:
-            lines.append(f"  self-test: right, in {tested['milliseconds']} ms")
+            lines.append(f"  self-test: passed, its call took {tested['milliseconds']} ms")
     lines += ["", *(f"note: {note}" for note in known["notes"])] * bool(known["notes"])
     lines += ["", *(f"problem: {x}" for x in known["problems"])] * bool(known["problems"])
     return "\n".join(lines)

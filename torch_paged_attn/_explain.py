@@ -77,7 +77,7 @@ def explain(
     device = paths.tensors_of(given)[0].device
     with torch.no_grad(), unset_fake_temporarily():
         _check(name, given)
-        results = paths.public(name)(**_on_meta(given)) or ()
+        results = paths.public(name)(**_on_meta(given))
         call = paths.call_of(name, given)
         found = {x.name: x.path_of(name, call, target) for x in reversed(backends())}
     backend, reason = serving_device(device)
@@ -85,6 +85,8 @@ def explain(
         backend, reason = None, f"torch {torch.__version__} finds no GPU here"
     if device.type == "meta":
         backend, reason = None, "tensors on the meta device have none"
+    if not isinstance(results, tuple):  # one tensor, or None
+        results = () if results is None else (results,)
     nbytes = sum(x.numel() * x.itemsize for x in results)
     answers = None if backend is None else backend.name
     return Explanation(name, device, answers, reason, found, nbytes)

@@ -13,6 +13,7 @@ import torch
 
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.ops.checks import fail
 
 # numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles
 CONTEXTS = (64, 128, 256, 512, 1024, 4096, 1 << 14, 1 << 16)
@@ -97,17 +98,15 @@ def warmup(
     if device.type == "cpu":
         return
     if device.type != "cuda":
-        raise ValueError(f"warmup: device is {device}; allowed: a GPU, or a CPU")
+        fail("warmup", "device", device, "a GPU or a CPU")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= gpus:
-        raise ValueError(
-            f"warmup: device is {device}, and torch {torch.__version__} finds {gpus} GPUs here; "
-            "allowed: one of these, or a CPU"
-        )
+        expected = f"a CPU, or one of the {gpus} GPUs that torch {torch.__version__} finds"
+        fail("warmup", "device", device, expected)
     if num_processes is None:
-        num_processes = min(_usable_cores(), MOST_PROCESSES)
+        num_processes = min(usable_cores(), MOST_PROCESSES)
     if num_processes < 1:
-        raise ValueError(f"warmup: num_processes is {num_processes}; allowed: 1 or more, or None")
+        fail("warmup", "num_processes", num_processes, "at least 1, or None")
     make_calls = functools.partial(
         _make_calls,
         num_heads, num_kv_heads, (head_dim, head_dim if head_dim_v is None else head_dim_v),
@@ -125,7 +124,7 @@ def warmup(
     stream.synchronize()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """How many cores this process may use, which Linux alone tells; elsewhere those of the host."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -35,11 +35,13 @@ class Argument(NamedTuple):
     is_hint: bool
     # whether the op's backward takes it as well
     in_backward: bool
+    # whether the op writes into it
+    is_written: bool
 
     @property
     def kind(self) -> str:
         """The type as the schema writes it, such as `Tensor?` or `SymInt`."""
-        return KINDS[self.type]
+        return "Tensor(a!)" if self.is_written else KINDS[self.type]
 
     @property
     def is_tensor(self) -> bool:
@@ -59,6 +61,7 @@ def argument(
     per_sequence: int | None = None,
     is_hint: bool = False,
     in_backward: bool = True,
+    is_written: bool = False,
 ) -> Any:
     """A dataclass field that is an argument of the operators.
 
@@ -71,6 +74,7 @@ def argument(
         per_sequence=per_sequence,
         is_hint=is_hint,
         in_backward=in_backward,
+        is_written=is_written,
     )
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -38,6 +38,18 @@ class BlockLayout:
     k_block_size: int = argument(64, meaning="16, 32, 64, 128 or 256.")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Destination:
+    """What `flash_varlen_out` takes before the arguments of `flash_varlen`."""
+
+    out: Tensor = argument(
+        shape="`(total_q, num_heads, head_dim_v)`",
+        meaning="Written, padding rows included. Of q's dtype, or float8 (with `out_scale`). Any"
+        " strides whose last one is 1. It shares no memory with an input.",
+        is_written=True,
+    )
+
+
 HINT = "Scheduling hint; no result depends on it. None: taken from shapes."
 DESCALE: dict[str, Any] = {
     "shape": "`()`, `(num_kv_heads,)` or `(batch, num_kv_heads)` float32",
@@ -45,7 +57,7 @@ DESCALE: dict[str, Any] = {
     "meaning": "Stored value times descale is the real value.",
     "in_backward": False,
 }
-WINDOW = "Keys seen before (left) and after (right) the position, inclusive; -1 is unbounded."
+WINDOW = "Keys seen before (left) and after (right) the position, inclusive; negative: unbounded."
 
 KEY_RANKS = (
     "A cache dealt out over ranks, in runs of `I = key_interleave` keys: key `j` stands at position"
@@ -196,11 +208,18 @@ class AttentionCall:
     key_interleave: int = argument(1, meaning=KEY_RANKS)
     layout: BlockLayout | None = None
     selection: Selection | None = None
+    out: Tensor | None = None
+    """Where the result goes; None: into a new tensor."""
 
     @classmethod
     def flash_varlen(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
         """From the arguments of the operator `flash_varlen`."""
         return cls("flash_varlen", *args, **kwargs)
+
+    @classmethod
+    def flash_varlen_out(cls, out: Tensor, *args: Any, **kwargs: Any) -> "AttentionCall":
+        """From the arguments of the operator `flash_varlen_out`."""
+        return cls("flash_varlen_out", *args, out=out, **kwargs)
 
     @classmethod
     def blocksparse(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
@@ -221,7 +240,8 @@ class AttentionCall:
 
     def given(self) -> dict[str, Any]:
         """The call's arguments by their names."""
-        own = {x.name: getattr(self, x.name) for x in arguments("flash_varlen")}
+        op = "flash_varlen" if self.out is None else "flash_varlen_out"
+        own = {x.name: getattr(self, x.name) for x in arguments(op)}
         for part in (self.layout, self.selection):
             if part is not None:
                 own |= {x.name: getattr(part, x.name) for x in listed(type(part))}
@@ -231,6 +251,8 @@ class AttentionCall:
         """Every tensor argument by its name, None if it was not given."""
         fields = vars(self)
         own = {name: fields[name] for name in tensor_names("flash_varlen")}
+        if self.out is not None:
+            own["out"] = self.out
         if (layout := self.layout) is not None:
             own |= {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
         if (selection := self.selection) is not None:
@@ -238,7 +260,11 @@ class AttentionCall:
         return own
 
     def given_tensors(self) -> dict[str, Tensor]:
-        """The tensors that were given, in the order of the op's list."""
+        """The tensors that were given, in the order of the op's list; `out`, if it is among them,
+        is the last.
+        """
+        if self.out is not None:
+            return {name: x for name, x in self.tensors().items() if x is not None}
         is_plain = self.layout is None and self.selection is None
         own = vars(self) if is_plain else self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
@@ -331,18 +357,23 @@ class AttentionCall:
 
     @functools.cached_property
     def result_dtype(self) -> torch.dtype:
+        if self.out is not None:
+            return self.out.dtype
         return self.out_dtype or self.q.dtype
 
     def new_results(self) -> tuple[Tensor, Tensor]:
-        """Memory for `out` and `softmax_lse`, contiguous."""
+        """Memory for `out` and `softmax_lse`: contiguous, but for an `out` that was given."""
         shape = (self.total_q, self.num_heads, self.head_dim_v)
-        out = self.q.new_empty(shape, dtype=self.result_dtype)
+        out = self.out
+        if out is None:
+            out = self.q.new_empty(shape, dtype=self.result_dtype)
         return out, self.q.new_empty((self.num_heads, self.total_q), dtype=torch.float32)
 
 
 # op -> the defaults in which it differs from the fields
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "flash_varlen": {},
+    "flash_varlen_out": {},
     "blocksparse": {"causal": True},
     "selected_attention": {"causal": True},
 }
@@ -359,10 +390,12 @@ def _split(
 
 @functools.cache
 def arguments(op: str) -> tuple[Argument, ...]:
-    """The list: what `flash_varlen`, `blocksparse` or `selected_attention` takes, in the order of
-    its schema.
+    """The list: what `flash_varlen`, `flash_varlen_out`, `blocksparse` or `selected_attention`
+    takes, in the order of its schema.
     """
     found = listed(AttentionCall)
+    if op == "flash_varlen_out":  # the dtype of the result is that of `out`
+        found = listed(Destination) + tuple(x for x in found if x.name != "out_dtype")
     if op == "blocksparse":  # the layout's arguments follow q, k and v
         found = found[:3] + listed(BlockLayout) + found[3:]
     if op == "selected_attention":
@@ -421,3 +454,23 @@ def key_lengths(
     if seqused_k is not None:
         return seqused_k
     return (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()
+
+
+def fill_hints(
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[int, int]:
+    """`max_seqlen_q` and `max_seqlen_k`, upper bounds from shapes if they are None. No tensor value
+    is read. Both are 0 if q, k or block_table is malformed, which the operator then reports.
+    """
+    try:
+        if max_seqlen_q is None:
+            max_seqlen_q = q.shape[0]
+        if max_seqlen_k is None:
+            max_seqlen_k = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[2]
+    except (AttributeError, IndexError):
+        return 0, 0
+    return max_seqlen_q, max_seqlen_k

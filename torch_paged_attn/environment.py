@@ -11,7 +11,7 @@ from pathlib import Path
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "") or "0"
     if value not in ("0", "1"):
-        raise ValueError(f"{name} is {value!r}; allowed: 0 or 1")
+        raise ValueError(f"expected {name} to be 0 or 1, got {value!r}")
     return value == "1"
 
 

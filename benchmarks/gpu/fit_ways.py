@@ -4,12 +4,13 @@
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
     python benchmarks/gpu/fit_ways.py --add FILE     add rows that forms_sweep.py has measured
 
-No GPU is needed: the measurements lie in `results/cuda/ways_sweep.json`. Each row is a serving step
+No GPU is needed: the measurements are in `tests/triton/data`. Each row is a serving step
 with the microseconds of each way and of FA3. Choices are judged on rows that were left out of the
 fit, a fifth at a time, and know what the operator knows: sizes, and a rounded bound of keys.
 """
 
 import argparse
+import gzip
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from torch_paged_attn.backends.triton.flash_varlen import said_of_reach
 from torch_paged_attn.backends.triton.hopper.support import GATHERED, width_of
 from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
-DATA = Path(__file__).parent.parent / "results" / "cuda" / "ways_sweep.json"
+DATA = Path(__file__).parents[2] / "tests" / "triton" / "data" / "ways_sweep.json.gz"
 
 # bytes of memory that a GPU reads in a microsecond
 BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
@@ -211,10 +212,11 @@ def main() -> None:
     parser.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--write", action="store_true", help="write the table of costs")
     options = parser.parse_args()
-    rows = json.loads(DATA.read_text())
+    rows = json.loads(gzip.decompress(DATA.read_bytes()))
     rows += [row for path in options.add for row in rows_of_sweep(path)]
     if options.add:
-        DATA.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+        DATA.write_bytes(gzip.compress(text.encode(), mtime=0))
     console = Console()
     console.print(report(judged(rows)))
     table = fit_all(rows)

@@ -187,24 +187,41 @@ def write_calls(tokens: int) -> Calls:
 
 
 def kvcache_calls(batch: int, context: int) -> Calls:
-    """A decode step's call in flash-attn's words, and the two calls that it stands for."""
+    """A decode step's call in flash-attn's words: with and without new tokens, ragged, and with a
+    rotary embedding; and the calls of ours that it stands for.
+    """
     b = DecodeBatch(batch, context)
     new = [randn(batch, 1, KV_HEADS, DIM) for _ in range(2)]
     q, before = b.q[:, None], b.used - 1
     slots = (b.table[:, -1].long() * PAGE) + before.long() % PAGE
     pair = b.k.transpose(1, 2), b.v.transpose(1, 2)
     rows = [x[:, 0] for x in new]
+    # an angle of 0: nothing turns, so that results are those without it
+    still = [torch.full((context, DIM // 2), x, device=DEVICE, dtype=BF16) for x in (1.0, 0.0)]
+    options = {"block_table": b.table, "causal": True}
+    ragged = {"cu_seqlens_q": b.cu, "max_seqlen_q": 1, "cache_seqlens": b.used, **options}
     calls: Calls = {
         "with_kvcache": lambda: flash_attn_with_kvcache(
-            q, b.k, b.v, *new, cache_seqlens=before, block_table=b.table, causal=True
+            q, b.k, b.v, *new, cache_seqlens=before, **options
         ),
+        "with_kvcache, ragged": lambda: flash_attn_with_kvcache(
+            b.q, b.k, b.v, *rows, cu_seqlens_k_new=b.cu, **ragged | {"cache_seqlens": before}
+        ),
+        "with_kvcache, rotary": lambda: flash_attn_with_kvcache(
+            q, b.k, b.v, *new, *still, cache_seqlens=before, **options
+        ),
+        "no new tokens": lambda: flash_attn_with_kvcache(
+            q, b.k, b.v, cache_seqlens=b.used, **options
+        ),
+        "no new tokens, ragged": lambda: flash_attn_with_kvcache(b.q, b.k, b.v, **ragged),
         "our write": lambda: reshape_and_cache(*rows, pair, slots),
         "our decode": lambda: flash_varlen(
             b.q, *pair, b.cu, None, 1, context, seqused_k=b.used, block_table=b.table, causal=True
         )[0],
     }
-    got = calls["with_kvcache"]()
-    expect("with_kvcache", got[:1, 0], b.want())
+    for name, call in calls.items():
+        if name != "our write":
+            expect(name, call().flatten(0, -3)[:1], b.want())
     return calls
 
 

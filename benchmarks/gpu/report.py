@@ -210,8 +210,7 @@ def tables(read_ceiling: float) -> list[Table]:
 
 def describe(machine: dict[str, Any]) -> str:
     return (
-        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']},"
-        f" {machine['date']}, commit {machine['commit']}"
+        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['date']}"
     )
 
 

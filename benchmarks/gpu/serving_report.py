@@ -90,7 +90,7 @@ def markdown(document: dict[str, Any]) -> str:
     machine, kinds = document["machine"], ratios_by_kind(document)
     lines = [
         f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']},"
-        f" {machine['date']}, commit {machine['commit']}, seed {document['seed']}",
+        f" {machine['date']}, seed {document['seed']}",
         "",
         f"| serving steps | draws | geometric mean | least | at least {BELOW} | below {LEAST} |",
         "|---|---:|---:|---:|---:|---:|",

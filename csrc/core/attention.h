@@ -119,7 +119,8 @@ struct Attention {
   // layout gives every query head a row of its own.
   int64_t num_groups, group_size;
 
-  void* out;        // (total_q, num_heads, head_dim_v), contiguous
+  void* out;        // (total_q, num_heads, head_dim_v)
+  int64_t out_stride_token, out_stride_head;
   float* lse;       // (num_heads, total_q), contiguous
   float* partials;  // results of split sequences, waiting for the merge
 };

@@ -131,9 +131,9 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
   a.lse[head * a.total_q + row] = lse;
   with_type(a.out_dtype, [&](auto tag) __attribute__((always_inline)) {
     typedef typename decltype(tag)::type T;
-    T* out = (T*)a.out + (row * a.num_heads + head) * a.head_dim_v;
+    T* out = (T*)a.out + row * a.out_stride_token + head * a.out_stride_head;
     for (int64_t d = 0; d < a.head_dim_v; d += W) {
-      __builtin_prefetch(out + TOKENS_AHEAD * a.num_heads * a.head_dim_v + d, 1);
+      __builtin_prefetch(out + TOKENS_AHEAD * a.out_stride_token + d, 1);
       // a row without keys is 0 even if nothing ever wrote its accumulator
       F x = empty ? F{} : load(acc + d) * set1(factor);
       if (a.out_scale) x = x / set1(*a.out_scale);

@@ -9,6 +9,7 @@
 #include "../core/seqlen_info.h"
 #include "../kernels.h"
 #include "announce.h"
+#include "autograd.h"
 #include "scratch.h"
 
 namespace paged_attn {
@@ -18,8 +19,12 @@ namespace {
 void fill_padding(const Attention& a) {
   const int64_t used = a.cu_seqlens_q(a.batch), padding = a.total_q - used;
   if (padding == 0) return;
-  const int64_t row_bytes = a.num_heads * a.head_dim_v * bytes_of(a.out_dtype);
-  std::memset(static_cast<char*>(a.out) + used * row_bytes, 0, padding * row_bytes);
+  const int64_t bytes = bytes_of(a.out_dtype);
+  for (int64_t t = used; t < a.total_q; ++t)
+    for (int64_t h = 0; h < a.num_heads; ++h) {
+      const int64_t row = t * a.out_stride_token + h * a.out_stride_head;
+      std::memset(static_cast<char*>(a.out) + row * bytes, 0, a.head_dim_v * bytes);
+    }
   for (int64_t h = 0; h < a.num_heads; ++h)
     for (int64_t t = used; t < a.total_q; ++t) a.lse[h * a.total_q + t] = -INFINITY;
 }
@@ -55,23 +60,48 @@ void run(Attention& a) {
   trim(plan.merges);
 }
 
+// Logs the first call of each kind.
+void announce(const char* op, int which, const Attention& a) {
+  static Announced announced[3][2];
+  const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
+  announced[which][has_pairs].once(op, has_pairs);
+}
+
 }  // namespace
 
 void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
   Arguments arguments(op, stack, num_args);
-  const AttentionArguments x = {arguments, has_layout};
+  const AttentionArguments x = {arguments, has_layout, /*has_out=*/false};
   Attention a = {};
   if (arguments.recorded(arguments.are_readable() && accept_attention(x, a), 2)) return;
-  static Announced announced[2][2];
-  const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
-  announced[has_layout][has_pairs].once(op, has_pairs);
+  announce(op, has_layout ? 1 : 0, a);
   Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
   Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
   a.out = out.mutable_data_ptr();
+  a.out_stride_head = a.head_dim_v;
+  a.out_stride_token = a.num_heads * a.head_dim_v;
   a.lse = static_cast<float*>(lse.mutable_data_ptr());
   fill_padding(a);
   run(a);
   return_tensors(stack, {out, lse});
+}
+
+void attention_out(StableIValue* stack, uint64_t num_args) {
+  constexpr const char* op = "flash_varlen_out";
+  Arguments arguments(op, stack, num_args);
+  const AttentionArguments x = {arguments, /*has_layout=*/false, /*has_out=*/true};
+  Attention a = {};
+  arguments.require(arguments.are_readable() && accept_attention(x, a));
+  announce(op, 2, a);
+  bump_version(x.out.handle);
+  Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
+  a.out = x.out.mutable_data();
+  a.out_stride_token = x.out.stride(0);
+  a.out_stride_head = x.out.stride(1);
+  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  fill_padding(a);
+  run(a);
+  return_tensors(stack, {lse});
 }
 
 }  // namespace paged_attn

@@ -1,4 +1,5 @@
-// What flash_varlen and blocksparse share: their arguments, their guard, and how a call runs.
+// What flash_varlen, flash_varlen_out and blocksparse share: their arguments, their guard, and how a
+// call runs.
 #pragma once
 
 #include "arguments.h"
@@ -10,7 +11,9 @@ namespace paged_attn {
 struct AttentionArguments {
   Arguments& next;
   bool has_layout;  // whether the op is blocksparse
+  bool has_out;     // whether it is flash_varlen_out
 
+  TensorView out = has_out ? next.tensor() : TensorView();
   TensorView q = next.tensor();
   TensorView k = next.tensor();
   TensorView v = next.tensor();
@@ -42,7 +45,8 @@ struct AttentionArguments {
   int64_t window_size_right = next.integer();
   double softcap = next.number();
   double dropout_p = next.number();
-  std::optional<DType> out_dtype = next.optional_dtype();
+  std::optional<DType> out_dtype = 
+      has_out ? std::optional<DType>() : next.optional_dtype();
   bool deterministic = next.boolean();  // the backward's alone
   bool batch_invariant = next.boolean();
   int64_t key_ranks = next.integer();
@@ -54,7 +58,11 @@ struct AttentionArguments {
 // here that was not found to exist before.
 bool accept_attention(const AttentionArguments&, Attention&);
 
-// The boxed kernel of either op: from the arguments on the stack to the results there.
+// The boxed kernel of an op that returns its output: from the arguments on the stack to the results
+// there.
 void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args);
+
+// The same for flash_varlen_out, which writes into an argument.
+void attention_out(StableIValue* stack, uint64_t num_args);
 
 }  // namespace paged_attn

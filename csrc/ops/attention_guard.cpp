@@ -71,6 +71,51 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   return x.max_seqlen_q >= 0 && x.max_seqlen_k >= 0;
 }
 
+// Whether no two rows of a (tokens, heads, columns) tensor share memory.
+bool rows_apart(const TensorView& t) {
+  int64_t axes[2][2] = {{t.stride(0), t.size(0)}, {t.stride(1), t.size(1)}};
+  if (axes[0][0] < axes[1][0]) std::swap(axes[0], axes[1]);
+  int64_t end = t.last();
+  for (int i = 1; i >= 0; --i) {  // the shorter stride first
+    const int64_t stride = axes[i][0], size = axes[i][1];
+    if (size <= 1) continue;
+    if (stride < end) return false;
+    end += stride * (size - 1);
+  }
+  return true;
+}
+
+// Whether the memory from the first to the last element of two tensors is not the same.
+bool are_apart(const TensorView& a, const TensorView& b) {
+  const char* start[2];
+  int64_t bytes[2];
+  for (int i = 0; i < 2; ++i) {
+    const TensorView& t = i ? b : a;
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim; ++d) {
+      if (t.size(d) == 0) return true;
+      last += (t.size(d) - 1) * t.stride(d);
+    }
+    start[i] = static_cast<const char*>(t.data());
+    bytes[i] = (last + 1) * bytes_of(t.dtype);
+  }
+  return start[0] + bytes[0] <= start[1] || start[1] + bytes[1] <= start[0];
+}
+
+bool accept_out(const AttentionArguments& x, const Attention& a) {
+  const TensorView& out = x.out;
+  if (out.dtype != x.q.dtype && !is_float8(out.dtype)) return false;
+  if (!out.has_shape({a.total_q, a.num_heads, a.head_dim_v}) || !out.rows_contiguous())
+    return false;
+  if (a.total_q > 0 && !rows_apart(out)) return false;
+  for (const TensorView* t :
+       {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.seqused_k, &x.block_table,
+        &x.attn_bias, &x.alibi_slopes, &x.sinks, &x.q_descale, &x.k_descale, &x.v_descale,
+        &x.out_scale, &x.rng_state, &x.q_latent, &x.tail_mask, &x.k_start, &x.q_position})
+    if (*t && !are_apart(out, *t)) return false;
+  return true;
+}
+
 bool accept_options(const AttentionArguments& x, Attention& a) {
   if (x.attn_bias) {
     const TensorView& bias = x.attn_bias;
@@ -93,7 +138,7 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   a.q_dtype = x.q.dtype;
   a.kv_dtype = x.k.dtype;
   a.v_dtype = x.v.dtype;
-  a.out_dtype = x.out_dtype.value_or(x.q.dtype);
+  a.out_dtype = x.has_out ? x.out.dtype : x.out_dtype.value_or(x.q.dtype);
   if (!is_query_type(a.out_dtype)) return false;
   if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
                        (x.out_scale.dim == 0 || x.out_scale.has_shape({1}))))
@@ -320,6 +365,7 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
 
 bool accept_attention(const AttentionArguments& x, Attention& a) {
   if (!accept_shapes(x, a) || !accept_options(x, a)) return false;
+  if (x.has_out && !accept_out(x, a)) return false;
   if (x.crow_indices && !accept_layout(x, a)) return false;
   fill_in(x, a);
   return accept_values(x, a);

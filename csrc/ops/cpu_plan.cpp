@@ -38,7 +38,7 @@ void plan(const char* op, bool has_layout, StableIValue* stack, uint64_t num_arg
   std::string text;
   {
     Arguments arguments(op, stack, num_args);
-    const AttentionArguments x = {arguments, has_layout};
+    const AttentionArguments x = {arguments, has_layout, /*has_out=*/false};
     Attention a = {};
     arguments.require(arguments.are_readable() && accept_attention(x, a));
     text = described(a);

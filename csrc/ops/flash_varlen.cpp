@@ -8,6 +8,13 @@ void flash_varlen(StableIValue* stack, uint64_t num_args, uint64_t) {
   paged_attn::attention("flash_varlen", /*has_layout=*/false, stack, num_args);
 }
 
+void flash_varlen_out(StableIValue* stack, uint64_t num_args, uint64_t) {
+  paged_attn::attention_out(stack, num_args);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("flash_varlen", &flash_varlen); }
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
+  m.impl("flash_varlen", &flash_varlen);
+  m.impl("flash_varlen_out", &flash_varlen_out);
+}

@@ -67,6 +67,13 @@ class Runner:
     def attend(self, call, **changes):
         return to_cpu(call.to(self.device).run(**changes))
 
+    def attend_into(self, call, out, whole):
+        """`whole`, of which `out` is a part, after `flash_varlen_out`, and softmax_lse."""
+        call = call.to(self.device)
+        out, whole = moved((out, whole), self.device)
+        lse = torch_paged_attn.flash_varlen_out(out, **without_dtype(call))
+        return to_cpu((whole, lse))
+
     def alone(self, call, b):
         """Sequence `b` of a call by itself."""
         return self.attend(call.alone(b))
@@ -118,6 +125,11 @@ class Runner:
 
     def merge(self, *states, **options):
         return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device), **options))
+
+
+def without_dtype(call):
+    """The arguments of `flash_varlen_out` but `out`."""
+    return {name: x for name, x in call.args.items() if name != "out_dtype"}
 
 
 def attention_call(call):
@@ -188,6 +200,10 @@ class Functions(Runner):
         args, options = dispatched(call.op, call.args | changes)
         return self._function(call.op)(*args, **options)
 
+    def attend_into(self, call, out, whole):
+        args, options = dispatched("flash_varlen_out", without_dtype(call) | {"out": out})
+        return whole, self._function("flash_varlen_out")(*args, **options)
+
     def gradients(self, call, *given, **changes):
         call = call.backward(*given, **changes)
         args, options = dispatched(call.op, call.args)
@@ -238,6 +254,10 @@ class Reference(Runner):
 
     def has(self, op):
         return True
+
+    def attend_into(self, call, out, whole):
+        lse = reference.flash_varlen_out(out, **without_dtype(call), precision=reference.BASELINE)
+        return whole, lse
 
     def lacks(self):
         return ()
@@ -382,12 +402,12 @@ class Neuron(Functions):
         (
             "head_dim",
             {"head_dim": 1025, "head_dim_v": 8},
-            "Neuron: k has head_dim 1025; supported: ",
+            "neuron backend: k has head_dim 1025; supported: ",
         ),
         (
             "head_dim_v",
             {"head_dim": 8, "head_dim_v": 513},
-            "Neuron: v has head_dim 513; supported: ",
+            "neuron backend: v has head_dim 513; supported: ",
         ),
     )
 

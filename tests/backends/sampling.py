@@ -49,12 +49,13 @@ _OF_THE_DISPATCHER = dict.fromkeys(
     ("gradients_by_autograd", "gradients_refused", "selected_gradients_by_autograd"), _FUNCTIONS
 )
 _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
+_OF_OUT = dict.fromkeys(("out", "out_of_no_sequences"), "JAX writes into no argument")
 _OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
 NEVER = {
     runner: _OF_CACHES | _OF_THE_DISPATCHER
     for runner in ("triton-interpreter", "neuron-2", "neuron-3", "neuron-4")
 } | {
-    "tpu": _OF_CACHES | _OF_THE_DISPATCHER | _OF_STRIDES,
+    "tpu": _OF_CACHES | _OF_THE_DISPATCHER | _OF_STRIDES | _OF_OUT,
     "reference": _OF_THE_DISPATCHER | {"write_outside": "the formula checks no slot"},
 }
 
@@ -96,6 +97,7 @@ SAMPLES: dict[str, Sample] = {
                 "deepseek_mla/latent_e4m3/bf16",
             ),
             "same_bits": ("sglang/page1/f16", "more_queries_than_keys/f32"),
+            "out": ("sglang/page1/f16",),
             "page_order": ("sglang/page1/f16",),
             "alone": ("sglang/page1/f16",),
             "unseen_memory": ("sglang/page1/f16",),
@@ -189,6 +191,7 @@ SAMPLES: dict[str, Sample] = {
     "neuron-3": Sample(
         "an emulated call takes a second",
         {
+            "out": ("sglang/page1/f16", "llama3_8b/prefill/out_e4m3"),
             # page_order runs blocks for each head twice
             "same_bits": ("llama3_8b/mixed/bf16",),
             "page_order": (
@@ -250,7 +253,7 @@ _OTHER_GENERATIONS = Sample(
             "phi3_small/local_strided/bf16",
             "blocksparse/batched/f32",
         ),
-        **dict.fromkeys((*BITS, "merge_prefix"), ()),
+        **dict.fromkeys((*BITS, "out", "merge_prefix"), ()),
         "write": _WRITES,
         "write_every_bfloat16": (),
         **dict.fromkeys((f"gradients_{promise}" for promise in _OF_GRADIENTS), ()),

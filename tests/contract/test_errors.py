@@ -1,6 +1,7 @@
 """Wrong calls: each has its named error, eagerly and (where metadata says it) under FakeTensor."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wrong_calls import STATIC, VALUES
 
 import torch_paged_attn
+from torch_paged_attn.attention_call import arguments
+from torch_paged_attn.ops.kinds import FOREIGN
 
 
 def overload(name):
@@ -36,9 +39,9 @@ def raises(op, args, error, text, function=overload):
         function(op)(**args)
     assert caught.type is error
     message = str(caught.value)
-    assert message.startswith(f"paged_attn::{op.partition('.')[0]}: "), message
-    assert text in message
-    assert "; allowed: " in message
+    assert re.match(rf"{op.partition('.')[0]}\(\): expected .* to be .*, got ", message), message
+    pattern = ".*".join(map(re.escape, text.split(" ... ")))
+    assert re.search(pattern, message), message
     return message
 
 
@@ -93,7 +96,7 @@ def test_every_tensor_must_be_on_the_first_tensors_device(base):
             op,
             moved,
             ValueError,
-            f"{name} is on meta; allowed: the device of the first tensor, cpu",
+            f"expected {name} to be on cpu, as the first tensor, got meta",
         )
 
 
@@ -103,7 +106,7 @@ def test_a_tensor_without_dimensions(base, function):
     op, make = BASES[base]
     for name in tensors_of(args := make()):
         scalar = {**args, name: args[name].flatten()[0]}
-        raises(op, scalar, ValueError, f"{name} has shape ()", function)
+        raises(op, scalar, ValueError, f"expected {name} to be ... got shape ()", function)
 
 
 @pytest.mark.parametrize("function", [overload, public])
@@ -113,7 +116,13 @@ def test_none_for_a_required_tensor(base, function):
     required = [a.name for a in overload(op)._schema.arguments if str(a.type) == "Tensor"]
     for name in required:
         if (name, function) != ("kv_cache", public):
-            raises(op, {**make(), name: None}, ValueError, f"{name} is None", function)
+            raises(
+                op,
+                {**make(), name: None},
+                ValueError,
+                f"expected {name} to be ... got None",
+                function,
+            )
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -122,7 +131,7 @@ def test_a_list_for_a_tensor(base):
     for name in tensors_of(args := make()):
         wrong = {**args, name: args[name].tolist()}
         if name != "kv_cache":
-            text = f"{name} is of type list; allowed: a tensor"
+            text = f"expected {name} to be a tensor, got list"
             raises(op, wrong, TypeError, text, public)
         # the operator itself leaves it to torch
         with pytest.raises(RuntimeError, match=rf"for argument '{name}' but .* type 'list'"):
@@ -132,27 +141,27 @@ def test_a_list_for_a_tensor(base):
 @pytest.mark.parametrize(
     "base, name, value, text",
     [
-        ("packed", "sinks", [1.0], "is of type list; allowed: a tensor"),
-        ("packed", "causal", "yes", "is of type str; allowed: True or False"),
-        ("packed", "softcap", "30", "is of type str; allowed: a number"),
-        ("packed", "window_size_left", 1.5, "is of type float; allowed: an integer"),
-        ("packed", "out_dtype", "float16", "is of type str; allowed: a dtype"),
-        ("sparse", "q_block_size", "16", "is of type str; allowed: an integer"),
-        ("cached", "k_scale", 2.0, "is of type float; allowed: a tensor"),
-        ("split", "v_cache", 3, "is of type int; allowed: a tensor"),
-        ("states", "out_a", 3, "is of type int; allowed: a tensor"),
+        ("packed", "sinks", [1.0], "a tensor, got list"),
+        ("packed", "causal", "yes", "True or False, got str"),
+        ("packed", "softcap", "30", "a number, got str"),
+        ("packed", "window_size_left", 1.5, "an integer, got float"),
+        ("packed", "out_dtype", "float16", "a dtype, got str"),
+        ("sparse", "q_block_size", "16", "an integer, got str"),
+        ("cached", "k_scale", 2.0, "a tensor, got float"),
+        ("split", "v_cache", 3, "a tensor, got int"),
+        ("states", "out_a", 3, "a tensor, got int"),
     ],
 )
 def test_an_argument_of_the_wrong_type(base, name, value, text):
     op, make = BASES[base]
-    raises(op, make() | {name: value}, TypeError, f"{name} {text}", public)
+    raises(op, make() | {name: value}, TypeError, f"expected {name} to be {text}", public)
 
 
 @pytest.mark.parametrize("function", ["flash_varlen_backward", "merge_states_backward"])
 def test_a_gradient_of_the_wrong_type(function):
     parameters = inspect.signature(getattr(torch_paged_attn, function)).parameters.values()
     args = {x.name: torch.ones(1, 1, 8) for x in parameters if x.default is x.empty}
-    text = "dout is of type list; allowed: a tensor"
+    text = "expected dout to be a tensor ... got list"
     raises(function, args | {"dout": [0.0]}, TypeError, text, public)
 
 
@@ -161,7 +170,7 @@ def test_a_gradient_of_the_wrong_type(function):
 )
 def test_what_is_neither_a_cache_nor_a_pair(cache):
     args = cached() | {"kv_cache": cache}
-    raises("reshape_and_cache", args, ValueError, "kv_cache is", public)
+    raises("reshape_and_cache", args, ValueError, "expected kv_cache to be a tensor, or", public)
 
 
 OUT, LSE = torch.randn(3, 2, 4), torch.randn(2, 3)
@@ -170,20 +179,20 @@ OUT, LSE = torch.randn(3, 2, 4), torch.randn(2, 3)
 @pytest.mark.parametrize(
     "outs, lses, options, text",
     [
-        ([OUT, OUT], [LSE], {}, "lses has 1 parts; allowed: as many as outs, 2"),
-        ([OUT[0]], [LSE], {}, "outs[0] has shape (2, 4); allowed: (total_q"),
+        ([OUT, OUT], [LSE], {}, "expected lses to be 2 tensors, as many as outs, got 1"),
+        ([OUT[0]], [LSE], {}, "expected outs[0] to be (total_q ... got shape (2, 4)"),
         (
             [OUT, OUT[:2]],
             [LSE] * 2,
             {},
-            "outs[1] has shape (2, 2, 4); allowed: outs[0]'s shape = (3, 2, 4)",
+            "expected outs[1] to be outs[0]'s shape = (3, 2, 4) ... got shape (2, 2, 4)",
         ),
-        ([OUT, OUT.half()], [LSE] * 2, {}, "outs[1] has dtype float16; allowed: float32"),
-        ([OUT.double()], [LSE], {}, "outs[0] has dtype float64"),
-        ([OUT, OUT], [LSE, LSE.T], {}, "lses[1] has shape (3, 2)"),
-        ([OUT, OUT], [LSE, LSE.half()], {}, "lses[1] has dtype float16"),
-        ([OUT, OUT.to("meta")], [LSE] * 2, {}, "outs[1] is on meta"),
-        ([OUT], [LSE], {"out_dtype": torch.int8}, "out_dtype is int8"),
+        ([OUT, OUT.half()], [LSE] * 2, {}, "expected outs[1] to be float32 ... got float16"),
+        ([OUT.double()], [LSE], {}, "expected outs[0] to be ... got float64"),
+        ([OUT, OUT], [LSE, LSE.T], {}, "expected lses[1] to be ... got shape (3, 2)"),
+        ([OUT, OUT], [LSE, LSE.half()], {}, "expected lses[1] to be ... got float16"),
+        ([OUT, OUT.to("meta")], [LSE] * 2, {}, "expected outs[1] to be ... got meta"),
+        ([OUT], [LSE], {"out_dtype": torch.int8}, "expected out_dtype to be ... got int8"),
     ],
 )
 def test_lists_of_parts(outs, lses, options, text):
@@ -195,22 +204,54 @@ def test_lists_of_parts(outs, lses, options, text):
 
 
 def test_parts_of_the_wrong_type():
-    with pytest.raises(TypeError, match=r"outs\[1\] is of type int; allowed: a tensor"):
+    with pytest.raises(TypeError, match=r"expected outs\[1\] to be a tensor, got int"):
         torch_paged_attn.merge_states([OUT, 3], [LSE, LSE])
-    with pytest.raises(TypeError, match=r"lses\[0\] is None; allowed: a tensor"):
+    with pytest.raises(TypeError, match=r"expected lses\[0\] to be a tensor, got None"):
         torch_paged_attn.merge_states([OUT, OUT], [None, LSE])
-    with pytest.raises(TypeError, match="lses is of type Tensor; allowed: a list or a tuple"):
+    with pytest.raises(TypeError, match="expected lses to be a list or a tuple, got Tensor"):
         torch_paged_attn.merge_states([OUT], LSE)
 
 
 def test_no_parts():
-    with pytest.raises(ValueError, match="merge_states: outs is empty; allowed: at least one part"):
+    with pytest.raises(ValueError, match="expected outs to be at least one tensor, got no tensors"):
         torch_paged_attn.merge_states([], [])
 
 
 def test_a_name_that_no_argument_has():
-    with pytest.raises(RuntimeError, match="Unknown keyword argument 'k_bias_scale'"):
-        torch_paged_attn.flash_varlen(**BASES["packed"][1](), k_bias_scale=None)
+    call = BASES["packed"][1]()
+    for function in (torch_paged_attn.flash_varlen, torch_paged_attn.flash_varlen_backward):
+        if function is torch_paged_attn.flash_varlen_backward:
+            out, lse = torch_paged_attn.flash_varlen(**call)
+            call |= {"dout": out, "dlse": None, "out": out, "softmax_lse": lse}
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'zzz'$"):
+            function(**call, zzz=None)
+    text = r"^flash_varlen_backward\(\) got .* 'causl'; did you mean causal\?$"
+    with pytest.raises(TypeError, match=text):
+        torch_paged_attn.flash_varlen_backward(**call, causl=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("causl", "causal"),
+        ("scale", "softmax_scale"),
+        ("is_causal", "causal"),
+        ("window_size", "window_size_left and window_size_right"),
+        ("dropout", "dropout_p"),
+        ("block_tables", "block_table"),
+    ],
+)
+def test_a_name_of_another_library(name, ours):
+    with pytest.raises(
+        TypeError, match=rf"^flash_varlen\(\) got .* '{name}'; did you mean {ours}\?$"
+    ):
+        torch_paged_attn.flash_varlen(**BASES["packed"][1](), **{name: 1})
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_of_other_libraries_are_not_ours(name):
+    ours = {x.name for op in ("flash_varlen", "blocksparse") for x in arguments(op)}
+    assert name not in ours and set(FOREIGN[name].split(" and ")) <= ours
 
 
 @pytest.mark.parametrize("base", ["packed", "sparse"])
@@ -223,7 +264,7 @@ def test_a_tensor_given_twice(base):
     given = [args.get(name) for name in names]
     function = getattr(torch_paged_attn, op)
     function(*given, out_dtype=torch.float16, **sizes)
-    with pytest.raises(TypeError, match=f"{op}: attn_bias came twice; allowed: once"):
+    with pytest.raises(TypeError, match="got multiple values for argument 'attn_bias'"):
         function(*given, attn_bias=None, **sizes)
 
 
@@ -248,7 +289,9 @@ def test_a_cache_that_would_need_a_gradient_is_refused():
     args = cached()
     args["key"].requires_grad_()
     before = args["kv_cache"].clone()
-    with pytest.raises(NotImplementedError, match="key requires grad"):
+    with pytest.raises(
+        NotImplementedError, match="key requires grad, and the operator has no gradient: call"
+    ):
         overload("reshape_and_cache")(**args)
     assert torch.equal(args["kv_cache"], before)
 

@@ -31,7 +31,7 @@ def attend(q):
 
 
 def refused(asked="requires grad", op="flash_varlen", name="q"):
-    return pytest.raises(NotImplementedError, match=f"^paged_attn::{op}: {name} {asked}, ")
+    return pytest.raises(NotImplementedError, match=rf"^{op}\(\): {name} {asked}, ")
 
 
 class Subclass(torch.Tensor):
@@ -96,8 +96,8 @@ TRANSFORMS = {
     "grad": ("requires grad", lambda q: grad(lambda q: attend(q).sum())(q)),
     "vjp": ("requires grad", lambda q: vjp(attend, q)),
     "jacrev": ("requires grad", lambda q: jacrev(attend)(q)),
-    "jvp": ("carries a tangent of forward-mode AD", lambda q: jvp(attend, (q,), (q,))),
-    "jacfwd": ("carries a tangent of forward-mode AD", lambda q: jacfwd(attend)(q)),
+    "jvp": ("has a tangent", lambda q: jvp(attend, (q,), (q,))),
+    "jacfwd": ("has a tangent", lambda q: jacfwd(attend)(q)),
     "vmap(grad)": ("requires grad", lambda q: vmap(grad(lambda q: attend(q).sum()))(q[None])),
     "grad(vmap)": ("requires grad", lambda q: grad(lambda q: vmap(attend)(q).sum())(q[None])),
 }
@@ -112,7 +112,7 @@ def test_transforms(asked, transform, mode):
 
 def test_dual_tensors():
     for off in (contextlib.nullcontext, torch.no_grad):
-        with forward_ad.dual_level(), off(), refused("carries a tangent of forward-mode AD"):
+        with forward_ad.dual_level(), off(), refused("has a tangent"):
             attend(forward_ad.make_dual(query(), query()))
     with forward_ad.dual_level():
         attend(query())
@@ -144,7 +144,7 @@ def test_vmap_of_a_write_is_refused():
         reshape_and_cache(key, key, cache, SLOTS)
         return key
 
-    with pytest.raises(NotImplementedError, match="paged_attn::reshape_and_cache: vmap came, "):
+    with pytest.raises(NotImplementedError, match=r"^reshape_and_cache\(\): vmap is not supported"):
         vmap(write)(torch.randn(4, 3, 2, 16))
     assert not cache.any()
 
@@ -156,7 +156,7 @@ def test_compiled(backend, fullgraph):
     compiled = torch.compile(attend, backend=backend, fullgraph=fullgraph)
     q = query()
     assert torch.equal(compiled(q), attend(q))
-    with pytest.raises(Exception, match="paged_attn::flash_varlen: q requires grad"):
+    with pytest.raises(Exception, match=r"flash_varlen\(\): q requires grad"):
         compiled(q.requires_grad_())
     with torch.no_grad():
         assert torch.equal(compiled(q), attend(q))

@@ -47,6 +47,22 @@ def test_latent_gradients_are_those_of_its_columns(dtype, asked):
         assert torch.equal(gradient, whole[name]), name
 
 
+@pytest.mark.parametrize("empty", ["queries", "keys", "both"])
+@pytest.mark.parametrize("asked", [NAMES, ("q_latent",), ("v",), ("q",)], ids="-".join)
+def test_latent_gradients_without_queries_or_keys(asked, empty):
+    """An empty gradient is a gradient: of its input's shape, and 0."""
+    rows = {"queries": ("q", "q_latent"), "keys": ("k", "v"), "both": NAMES}[empty]
+    given = {name: x[:0] if name in rows else x for name, x in inputs(torch.float32).items()}
+    given = {name: x.requires_grad_(name in asked) for name, x in given.items()}
+    bounds = [torch.tensor([0, n], dtype=torch.int32) for n in (len(given["q"]), len(given["k"]))]
+    q, k, v, latent = (given[name] for name in NAMES)
+    out, lse = torch_paged_attn.flash_varlen(q, k, v, *bounds, q_latent=latent)
+    found = torch.autograd.grad((out.sum(), lse.nan_to_num().sum()), [given[n] for n in asked])
+    for name, gradient in zip(asked, found, strict=True):
+        assert gradient.shape == given[name].shape
+        assert not gradient.any()
+
+
 def test_default_scale_is_that_of_q():
     given = inputs(torch.float32)
     dout, dlse = torch.randn(29, 4, 24), torch.randn(4, 29)
@@ -67,7 +83,7 @@ def test_blocksparse_of_dealt_keys_is_refused():
     needing = [args[0].clone().requires_grad_(), *args[1:]]
     with pytest.raises(NotImplementedError, match="no blocksparse_backward with key_ranks yet"):
         torch_paged_attn.blocksparse(*needing, *layout, bounds, bounds, **options)
-    with pytest.raises(NotImplementedError, match="blocksparse_backward: key_ranks came"):
+    with pytest.raises(NotImplementedError, match=r"blocksparse_backward\(\): key_ranks is not"):
         torch_paged_attn.blocksparse_backward(
             out, None, *args, *layout, out, lse, bounds, bounds, **options
         )

@@ -13,7 +13,7 @@ def test_gradients_of_gradients_are_refused():
     _, args, leaves = case()
     out, _ = torch_paged_attn.flash_varlen(**args)
     (dq,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"^paged_attn::flash_varlen_backward: a gra"):
+    with pytest.raises(NotImplementedError, match=r"^flash_varlen_backward\(\): double"):
         torch.autograd.grad(dq.square().sum(), leaves["q"])
 
 
@@ -39,7 +39,7 @@ def test_transforms():
     assert_same([jacrev(ours)(q)], wanted[:1])
     assert_same(vmap(grad(ours))(batch), wanted)
     assert_same(grad(lambda x: vmap(ours)(x).sum())(batch), wanted)
-    with pytest.raises(NotImplementedError, match="a gradient of its results came"):
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
         grad(lambda x: grad(ours)(x).sum())(q)
     assert leaves.keys() == {"q", "k", "v", "attn_bias", "sinks"}
 
@@ -64,7 +64,7 @@ def test_forward_mode_over_reverse_mode():
             grad(lambda x: torch_paged_attn.merge_states(x, lse, x, lse)[0].sum()), *2 * [(out,)]
         ),
     ):
-        with pytest.raises(NotImplementedError, match="carries a tangent of forward-mode AD"):
+        with pytest.raises(NotImplementedError, match="has a tangent"):
             transform()
     scaled = jvp(lambda x: (grad(ours)(q) * x).sum(), (one,), (one,))[1]
     assert_same([scaled], [grad(ours)(q).sum()])

@@ -202,7 +202,7 @@ def case_shared_memory(world: World) -> None:
                 assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
         own[0].requires_grad_()
         trains = partial(all_gather_attention, *own, shards, memory=memory)
-        world.refuses(trains, NotImplementedError, "memory", "gradients")
+        world.refuses(trains, NotImplementedError, "memory", "no gradient")
         other = partial(all_gather_attention, *(x.detach().bfloat16() for x in own), shards)
         world.refuses(partial(other, memory=memory), ValueError, "memory", "bfloat16")
     if world.rank == 0:
@@ -310,7 +310,7 @@ def case_errors_are_everyones(world: World) -> None:
     for scheme in SCHEMES:  # on one rank only
         name = scheme.__name__
         wrong = q.double() if world.rank == 1 else q
-        world.refuses(partial(scheme, wrong, k, v, shards), ValueError, name, "q has dtype float64")
+        world.refuses(partial(scheme, wrong, k, v, shards), ValueError, name, "got float64")
         other = partial(scheme, q, k, v, shards, causal=world.rank == 0)
         world.refuses(other, ValueError, name, "the same on every rank")
     some_train = q.clone().requires_grad_(world.rank == 0)
@@ -319,13 +319,13 @@ def case_errors_are_everyones(world: World) -> None:
     window = partial(ring_attention, q, k, v, shards, causal=True, window_size_left=3)
     world.refuses(window, NotImplementedError, "window_size_left", "'contiguous'")
     odd = partial(ulysses_attention, q[:, :3], k[:, :1], v[:, :1], shards)
-    world.refuses(odd, ValueError, "num_heads", "is 3")
+    world.refuses(odd, ValueError, "num_heads", "got 3")
     bounds = pack.cu_seqlens + (world.rank == 0) * torch.tensor([0, 0, 1], dtype=torch.int32)
     world.refuses(partial(Shards, bounds), ValueError, "the same on every rank")
     # ranks speak on the host about tensors that lie elsewhere
     elsewhere = partial(Shards, bounds, device="meta")
     world.refuses(elsewhere, ValueError, "the same on every rank")
     bounds = pack.cu_seqlens
-    world.refuses(partial(Shards, bounds.flip(0)), ValueError, "falls")
+    world.refuses(partial(Shards, bounds.flip(0)), ValueError, "nondecreasing")
     world.refuses(partial(Shards, bounds, load_balance="x"), ValueError, "head_tail")
     world.refuses(partial(Shards, bounds, rows=1), ValueError, "rows")

@@ -162,7 +162,7 @@ def case_errors_are_everyones(world: World) -> None:
     odd = partial(attend, one.q(3), k=one.own[0], v=one.own[1])
     world.refuses(odd, ValueError, "num_heads", f"{world.size} ranks")
     wrong = q.double() if world.rank == 1 else q
-    world.refuses(partial(attend, wrong), ValueError, "q has dtype float64")
+    world.refuses(partial(attend, wrong), ValueError, "got float64")
     other = COMBINES[0] if world.rank == 0 else COMBINES[1]
     world.refuses(partial(attend, q, combine=other), ValueError, "the same on every rank")
     symmetric = partial(decode.SymmetricCombine, None, 3, 8, DIM, "cpu")

@@ -18,6 +18,10 @@ def tensors(queries=9, keys=9, heads=4, kv_heads=4, batch=2):
 
 
 def native(*tensors, **options):
+    """diffusers' native backend, whose masks of two dimensions may be (batch, S)."""
+    mask = options.get("attn_mask")
+    if mask is not None and mask.shape == (tensors[0].shape[0], tensors[1].shape[1]):
+        options = options | {"attn_mask": mask[:, None, None]}
     return F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in tensors), enable_gqa=True, **options
     ).transpose(1, 2)
@@ -30,6 +34,8 @@ def masks():
         "keys": keys,
         "pairs": torch.rand(9, 9, generator=generator) > 0.3,
         "heads": torch.randn(2, 4, 9, 9, generator=generator),
+        "every head's pairs": torch.randn(4, 9, 9, generator=generator),
+        "one row": torch.randn(1, 9, generator=generator),
         "one sequence": torch.randn(1, 1, 9, 9, generator=generator),
     }
 
@@ -42,6 +48,17 @@ CALLS = {
     "cross": (tensors(keys=5), {}),
     "causal from the first key": (tensors(keys=14), {"is_causal": True}),
     "causal with few keys": (tensors(keys=5), {"is_causal": True}),
+    # as many sequences as queries: what the two dimensions are does not follow from the shape
+    "padding of 9 sequences": (
+        tensors(batch=9),
+        {"attn_mask": torch.arange(9) <= torch.arange(9)[:, None]},
+    ),
+    "bias of 9 sequences of 5 keys": (
+        tensors(batch=9, keys=5),
+        {"attn_mask": torch.arange(45.0).view(9, 5)},
+    ),
+    "padding": (tensors(), {"attn_mask": torch.arange(9) < torch.tensor([[4], [7]])}),
+    "causal of 9 sequences": (tensors(batch=9, keys=14), {"is_causal": True}),
     **{f"mask of {name}": (tensors(), {"attn_mask": mask}) for name, mask in masks().items()},
 }
 
@@ -86,9 +103,9 @@ def test_a_mask_that_is_learned_alone():
 
 def test_refusals():
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="attn_mask came with is_causal"):
+    with pytest.raises(ValueError, match="expected attn_mask or is_causal, got both"):
         paged.attention(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool), is_causal=True)
-    with pytest.raises(NotImplementedError, match="_parallel_config came"):
+    with pytest.raises(NotImplementedError, match="does not support _parallel_config"):
         paged.attention(q, k, v, _parallel_config=object())
 
 

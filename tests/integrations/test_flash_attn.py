@@ -58,10 +58,10 @@ def test_freed_storages_that_torchs_own_operators_would_touch_are_refused():
     columns.untyped_storage().resize_(0)
     for name, changed in {"out": out, "s_aux": sinks, "q": columns}.items():
         ragged = {"q": batch.q, "k": batch.k, "v": batch.v} | {name: changed}
-        with pytest.raises(ValueError, match=f"^flash_attn_varlen_func: {name} has a storage of 0"):
+        with pytest.raises(ValueError, match=rf"^flash_attn_varlen_func.* {name} to be backed"):
             flash_attn_varlen_func(**ragged, cu_seqlens_q=batch.cu_q, cu_seqlens_k=batch.cu_k)
         dense = {n: x if n == "s_aux" else x.unflatten(0, (2, -1)) for n, x in ragged.items()}
-        with pytest.raises(ValueError, match=f"^flash_attn_func: {name} has a storage of 0"):
+        with pytest.raises(ValueError, match=rf"^flash_attn_func.* {name} to be backed"):
             flash_attn_func(**dense)
 
 

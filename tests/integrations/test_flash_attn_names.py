@@ -82,11 +82,11 @@ def test_packed_ragged_tensors_are_their_parts():
     [
         ("flash_attn_qkvpacked_func", (torch.ones(2, 7, 2, 4, 8),), r"qkv must be .*\(2, 7, 2, 4"),
         ("flash_attn_kvpacked_func", (torch.ones(2, 7, 4, 8), torch.ones(2, 7, 8)), "kv must be"),
-        ("flash_attn_varlen_qkvpacked_func", (None, BOUNDS, 9), "qkv is None"),
+        ("flash_attn_varlen_qkvpacked_func", (None, BOUNDS, 9), "qkv to be a tensor, got None"),
     ],
 )
 def test_what_is_not_packed_is_refused(function, arguments, text):
-    with pytest.raises((ValueError, TypeError), match=f"{function}: {text}"):
+    with pytest.raises((ValueError, TypeError), match=rf"{function}(\(\): expected|:) {text}"):
         getattr(flash_attn, function)(*arguments)
 
 
@@ -205,7 +205,7 @@ def test_transformers_is_not_deceived(installed):
 def test_another_flash_attn_stays(tmp_path, monkeypatch):
     (tmp_path / "flash_attn.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="a module flash_attn came with another package"):
+    with pytest.raises(RuntimeError, match="another package provides the module flash_attn"):
         install()
     assert "flash_attn_interface" not in sys.modules
 

@@ -1,5 +1,6 @@
 """What a call of `flash_attn_with_kvcache` costs on the host: tensor operators, views aside."""
 
+import sys
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from sequences import DECODE, MIXED, Batch, cumulative
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_paged_attn import flash_varlen
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
@@ -64,6 +66,50 @@ def decode(new, page_size=4, is_ragged=False, **options):
 
 def test_decode_takes_one_operator():
     assert operators(decode(0)) == {"paged_attn::flash_varlen": 1}
+
+
+def frames(call):
+    """How many Python functions a second call runs."""
+    call()
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]  # not `call` itself
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged", "rows"])
+def test_without_new_tokens_few_python_functions_run(kind):
+    """The general code took three times as long on the host as the attention itself."""
+    batch = Batch([1] * 3, [7, 12, 1])
+    if kind == "rows":
+        k_cache, v_cache = batch.rows(12, batch.key_lens)
+        table = None
+    else:
+        k_cache, v_cache, table = batch.paged(4, batch.key_lens)
+    lengths = torch.tensor(batch.key_lens, dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    q = batch.q[:, None]
+    if kind == "ragged":
+        q, bounds = batch.q, torch.arange(4, dtype=torch.int32)
+        options |= {"cu_seqlens_q": bounds, "max_seqlen_q": 1}
+    pages = torch.arange(3, dtype=torch.int32)[:, None] if table is None else table
+    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    cu = torch.arange(4, dtype=torch.int32)
+    plain = frames(
+        lambda: flash_varlen(
+            batch.q, k, v, cu, None, 1, 12, seqused_k=lengths, block_table=pages, causal=True
+        )
+    )
+    ours = frames(lambda: flash_attn_with_kvcache(q, k_cache, v_cache, **options))
+    assert len(ours) <= len(plain) + 24, Counter(ours)
 
 
 APPENDING = ("append_slots", "reshape_and_cache.split", "flash_varlen")

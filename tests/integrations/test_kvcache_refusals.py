@@ -49,152 +49,187 @@ WRONG = {
     "new_falls": (
         ragged() | {"cu_seqlens_k_new": int32(0, 3, 2)},
         ValueError,
-        r"cu_seqlens_k_new\[2\] is 2, below 3 before it; allowed: nondecreasing",
+        r"expected cu_seqlens_k_new\[2\] to be at least the entry before it, 3, got 2",
     ),
     "new_starts_late": (
         ragged() | {"cu_seqlens_k_new": int32(1, 2, 4)},
         ValueError,
-        r"cu_seqlens_k_new\[0\] is 1; allowed: 0",
+        r"expected cu_seqlens_k_new\[0\] to be 0.* got 1",
     ),
     "new_ends_late": (
         ragged() | {"cu_seqlens_k_new": int32(0, 2, 5)},
         ValueError,
-        r"cu_seqlens_k_new\[-1\] is 5; allowed: at most total_new = 4",
+        r"expected cu_seqlens_k_new\[-1\] to be at most total_new = 4.* got 5",
     ),
     "new_of_another_batch": (
         ragged() | {"cu_seqlens_k_new": int32(0, 4)},
         ValueError,
-        r"cu_seqlens_k_new has shape \(2,\); allowed: \(batch \+ 1,\) .* 3",
+        r"expected cu_seqlens_k_new to be \(batch \+ 1,\) .* 3.* got shape \(2,\)",
     ),
     "new_of_64_bits": (
         ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).long()},
         ValueError,
-        "cu_seqlens_k_new has dtype int64; allowed: int32",
+        "expected cu_seqlens_k_new to be int32.* got int64",
     ),
     "queries_fall": (
         ragged() | {"cu_seqlens_q": int32(0, 3, 2)},
         ValueError,
-        r"cu_seqlens_q\[2\] is 2, below 3",
+        r"expected cu_seqlens_q\[2\] to be .* 3, got 2",
     ),
-    "no_bounds": (ragged() | {"cu_seqlens_q": int32()}, ValueError, "cu_seqlens_q is empty"),
+    "no_bounds": (ragged() | {"cu_seqlens_q": int32()}, ValueError, "got no entries"),
     "length_overflows": (
         {"cache_seqlens": int32(3, 2**31 - 1)},
         RuntimeError,
-        f"come to {2**31 + 1}, past the end .* room for 8",
+        f"to be at most 8, the room .* got {2**31 + 1}",
     ),
-    "number_overflows": ({"cache_seqlens": 2**40}, RuntimeError, "past the end .* room for 8"),
-    "length_past_the_table": ({"cache_seqlens": int32(3, 7)}, RuntimeError, "come to 9, past"),
+    "number_overflows": ({"cache_seqlens": 2**40}, RuntimeError, "at most 8, the room .* got"),
+    "length_past_the_table": (
+        {"cache_seqlens": int32(3, 7)},
+        RuntimeError,
+        "at most 8, the room .* got 9",
+    ),
     "lengths_of_another_batch": (
         {"cache_seqlens": int32(3, 5, 1)},
         ValueError,
-        r"cache_seqlens has shape \(3,\); allowed: \(batch,\) whose first dimension is 2",
+        r"expected cache_seqlens to be \(batch,\) with a first dimension of 2.* got shape \(3,\)",
     ),
     "lengths_of_64_bits": (
         {"cache_seqlens": torch.tensor([3, 5])},
         ValueError,
-        "cache_seqlens has dtype int64; allowed: int32",
+        "expected cache_seqlens to be int32.* got int64",
     ),
     "length_is_a_list": (
         {"cache_seqlens": [3, 5]},
         TypeError,
-        r"cache_seqlens is a list; allowed: a tensor \(batch,\)",
+        r"expected cache_seqlens to be a tensor \(batch,\).* got a list",
     ),
     "page_missing": (
         {"block_table": int32(4, 1, 0, -1).view(2, 2)},
         IndexError,
-        r"block_table\[1, 1\] is -1; allowed: pages 0 to 5",
+        r"expected block_table\[1, 1\] to be a page from 0 to 5.* got -1",
     ),
     "page_outside": (
         {"block_table": int32(4, 1, 6, 2).view(2, 2)},
         IndexError,
-        r"block_table\[1, 0\] is 6; allowed: pages 0 to 5",
+        r"expected block_table\[1, 0\] to be a page from 0 to 5.* got 6",
     ),
     "table_of_another_batch": (
         {"block_table": int32(4, 1).view(1, 2)},
         ValueError,
-        r"block_table has shape \(1, 2\); allowed: \(batch, max_pages\) .* 2",
+        r"expected block_table to be \(batch, max_pages\) .* 2.* got shape \(1, 2\)",
     ),
     "table_of_1_dimension": (
         {"block_table": int32(4, 1)},
         ValueError,
-        r"block_table has shape \(2,\); allowed: \(batch, max_pages\)",
+        r"expected block_table to be \(batch, max_pages\).* got shape \(2,\)",
     ),
     "leftpad_of_another_batch": (
         {"cache_leftpad": int32(1)},
         ValueError,
-        r"cache_leftpad has shape \(1,\); allowed: \(batch,\) whose first dimension is 2",
+        r"expected cache_leftpad to be \(batch,\) with a first dimension of 2.* got shape \(1,\)",
     ),
     "leftpad_too_large": (
         {"cache_leftpad": int32(0, 6)},
         ValueError,
-        r"cache_leftpad\[1\] is 6; allowed: 0 to cache_seqlens\[1\] = 5",
+        r"expected cache_leftpad\[1\] to be from 0 to cache_seqlens\[1\] = 5.* got 6",
     ),
-    "leftpad_negative": ({"cache_leftpad": int32(-1, 0)}, ValueError, r"cache_leftpad\[0\] is -1"),
+    "leftpad_negative": (
+        {"cache_leftpad": int32(-1, 0)},
+        ValueError,
+        r"expected cache_leftpad\[0\] to be.* got -1",
+    ),
     "row_outside": (
         ROWS | {"cache_batch_idx": int32(0, 3)},
         IndexError,
-        r"cache_batch_idx\[1\] is 3; allowed: rows 0 to 2 of k_cache",
+        r"expected cache_batch_idx\[1\] to be a row of k_cache, from 0 to 2.* got 3",
     ),
     "rows_of_another_batch": (
         ROWS | {"cache_batch_idx": int32(0, 1, 2)},
         ValueError,
-        r"cache_batch_idx has shape \(3,\)",
+        r"expected cache_batch_idx to be.* got shape \(3,\)",
     ),
     "rotary_too_wide": (
         rotary(8, DIM),
         ValueError,
-        f"rotary_cos has {DIM} columns; allowed: .* at most half of head_dim {DIM}",
+        rf"rotary_cos.shape\[1\] to be .* at most half of head_dim = {DIM}, got {DIM}",
     ),
-    "rotary_too_short": (rotary(7, 4), ValueError, "rotary_cos has 7 rows; allowed: a row .* 8"),
+    "rotary_too_short": (rotary(7, 4), ValueError, r"rotary_cos.shape\[0\] to be .* 8 .* got 7"),
     "rotary_differs": (
         rotary(8, 4, 3),
         ValueError,
-        r"rotary_sin has shape \(8, 3\); allowed: rotary_cos' \(8, 4\)",
+        r"expected rotary_sin to be \(8, 4\), as rotary_cos.* got shape \(8, 3\)",
     ),
     "rotary_of_integers": (
         rotary(8, 4, dtype=torch.int32),
         ValueError,
-        "rotary_cos has dtype int32; allowed: a floating-point dtype",
+        "expected rotary_cos to be of a floating-point dtype.* got int32",
     ),
     "rotary_wider_than_keys": (
         rotary(8, 4) | {"k": torch.zeros(BATCH, NEW, KV_HEADS, 4)},
         ValueError,
-        "rotary_cos has 4 columns; allowed: .* at most half of head_dim 4",
+        r"rotary_cos.shape\[1\] to be .* at most half of head_dim = 4, got 4",
     ),
     "out_differs": (
         {"out": torch.empty(BATCH, NEW, HEADS, DIM + 1)},
         ValueError,
         r"out must have shape \(2, 2, 4, 16\), got \(2, 2, 4, 17\)",
     ),
-    "sinks_differ": ({"s_aux": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
-    "softcap_negative": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-    "window_negative": ({"window_size": (-2, 0)}, ValueError, "window_size_left is -2"),
+    "sinks_differ": (
+        {"s_aux": torch.zeros(3)},
+        ValueError,
+        r"expected sinks to be.* got shape \(3,\)",
+    ),
+    "softcap_negative": ({"softcap": -1.0}, ValueError, "expected softcap to be.* got -1.0"),
     "hint_negative": (
         ragged() | {"max_seqlen_q": -1},
         ValueError,
-        "max_seqlen_q is -1; allowed: at least 0",
+        "expected max_seqlen_q to be at least 0.* got -1",
     ),
     # what an operator's schema would refuse, once the cache is written
-    "hint_of_another_type": (ragged() | {"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is 2.5;"),
-    "window_of_floats": ({"window_size": (1.5, 0)}, TypeError, r"window_size is \(1.5, 0\);"),
-    "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, r"window_size is \(1, 2, 3\);"),
-    "window_missing": ({"window_size": None}, TypeError, "window_size is None; allowed: a pair"),
-    "scale_of_another_type": ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'; allowed"),
-    "softcap_of_another_type": ({"softcap": None}, TypeError, "softcap is None; allowed: a number"),
+    "hint_of_another_type": (
+        ragged() | {"max_seqlen_q": 2.5},
+        TypeError,
+        "expected max_seqlen_q to be.* got 2.5",
+    ),
+    "window_of_floats": (
+        {"window_size": (1.5, 0)},
+        TypeError,
+        r"window_size to be .* got \(1.5, 0\)",
+    ),
+    "window_of_three": (
+        {"window_size": (1, 2, 3)},
+        TypeError,
+        r"window_size to be .* got \(1, 2, 3\)",
+    ),
+    "window_missing": (
+        {"window_size": None},
+        TypeError,
+        "expected window_size to be a pair.* got None",
+    ),
+    "scale_of_another_type": (
+        {"softmax_scale": "x"},
+        TypeError,
+        "expected softmax_scale to be.* got 'x'",
+    ),
+    "softcap_of_another_type": (
+        {"softcap": None},
+        TypeError,
+        "expected softcap to be a number.* got None",
+    ),
     "query_dtype": (
         {"q": torch.zeros(BATCH, NEW, HEADS, DIM).bfloat16()},
         ValueError,
-        "k has dtype float32",
+        "expected k to be bfloat16.* got float32",
     ),
     "cache_of_3_dimensions": (
         {"v_cache": torch.zeros(3, 2, DIM)},
         ValueError,
-        r"v_cache has shape \(3, 2, 16\); allowed: \(pages, page_size, num_kv_heads, head_dim\)",
+        r"v_cache to be \(pages, page_size, num_kv_heads, head_dim\), got shape \(3, 2, 16\)",
     ),
     "gradient": (
         {"q": torch.zeros(BATCH, NEW, HEADS, DIM, requires_grad=True)},
         NotImplementedError,
-        "q requires grad, .* allowed: no requires_grad",
+        "no gradient through a KV cache, and q requires grad: call under torch.no_grad",
     ),
 }
 
@@ -233,7 +268,7 @@ def test_nothing_is_written_where_a_storage_was_freed(given):
             continue
         caches = [call[cache] for cache in ("k_cache", "v_cache")]
         before = [cache.clone() for cache in caches]
-        text = f"^flash_attn_with_kvcache: {name} has a storage of 0 bytes; allowed: at least "
+        text = rf"^flash_attn_with_kvcache\(\): expected {name} to be backed .* 0 bytes"
         with pytest.raises(ValueError, match=text):
             flash_attn_with_kvcache(**call | {name: freed(tensor)})
         for cache, same in zip(caches, before, strict=True):
@@ -250,7 +285,7 @@ def test_nothing_is_read_where_a_storage_was_freed(given):
     flash_attn_with_kvcache(**call)
     for name, tensor in call.items():
         if isinstance(tensor, torch.Tensor):
-            with pytest.raises(ValueError, match=r"\w+: \w+ has a storage of 0 bytes"):
+            with pytest.raises(ValueError, match=r"\w+\(\): expected \w+ to be backed .* 0 bytes"):
                 flash_attn_with_kvcache(**call | {name: freed(tensor)})
 
 
@@ -258,7 +293,9 @@ def test_no_copy_is_made_of_a_storage_that_was_freed():
     call = good_call()
     call["q"] = torch.zeros(BATCH, NEW, DIM, HEADS).transpose(2, 3)
     call["q"].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: q has a storage of 0 bytes"):
+    with pytest.raises(
+        ValueError, match=r"^flash_attn_with_kvcache\(\): expected q to be backed .* 0 bytes"
+    ):
         flash_attn_with_kvcache(**call)
 
 
@@ -271,13 +308,21 @@ def test_options_of_like_types(causal):
     assert torch.equal(*results)
 
 
+def test_a_negative_window_is_unbounded():
+    results = [
+        flash_attn_with_kvcache(**good_call() | {"window_size": window})
+        for window in ((-7, 1), (-1, 1))
+    ]
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("cache_batch_idx", [None, int32(2, 0)], ids=["pages", "rows"])
 @pytest.mark.parametrize(
     "transform, text",
     [
-        (lambda f, k: torch.func.jvp(f, (k,), (k,)), "key carries a tangent of forward-mode AD"),
+        (lambda f, k: torch.func.jvp(f, (k,), (k,)), "key has a tangent"),
         (lambda f, k: torch.func.grad(f)(k), "key requires grad"),
-        (lambda f, k: torch.func.vmap(f)(k[None]), "vmap came"),
+        (lambda f, k: torch.func.vmap(f)(k[None]), "vmap is not"),
     ],
     ids=["jvp", "grad", "vmap"],
 )
@@ -286,7 +331,7 @@ def test_transforms_of_what_is_written(transform, text, cache_batch_idx):
     rows = {} if cache_batch_idx is None else ROWS
     call = good_call() | rows | {"cache_batch_idx": cache_batch_idx}
     before = call["k_cache"].clone()
-    with pytest.raises(NotImplementedError, match=f"^paged_attn::reshape_and_cache: {text}"):
+    with pytest.raises(NotImplementedError, match=rf"^reshape_and_cache\(\): {text}"):
         transform(lambda k: flash_attn_with_kvcache(**call | {"k": k}).sum(), call["k"])
     assert torch.equal(call["k_cache"], before)
 

@@ -251,9 +251,13 @@ def test_refusals():
     query = torch.zeros(1, 2, 3, 4)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     seen = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q came with a mask of keys"):
+    with pytest.raises(
+        NotImplementedError, match="cu_seq_lens_q is not supported with a mask of keys"
+    ):
         paged.attention_forward(
             torch.nn.Module(), query, query, query, seen, is_causal=False, cu_seq_lens_q=bounds
         )
-    with pytest.raises(NotImplementedError, match="position_bias came with packed rows"):
+    with pytest.raises(
+        NotImplementedError, match="position_bias is not supported with packed rows"
+    ):
         paged.attention_forward(torch.nn.Module(), query, query, query, bounds, position_bias=query)

@@ -11,6 +11,6 @@ def test_refuses_strides_that_are_no_rows_before_it_writes(machine):
     k_cache = torch.zeros(40, 1, 1, 24)
     v_cache = torch.zeros(1000).as_strided((40, 1, 1, 24), (23, 1, 1, 1))
     write = BACKEND.function("reshape_and_cache.split")
-    with pytest.raises(NotImplementedError, match="reshape_and_cache: Neuron: v_cache has strides"):
+    with pytest.raises(NotImplementedError, match="neuron backend: v_cache has strides"):
         write(key, value, k_cache, v_cache, torch.arange(40))
     assert not k_cache.any()

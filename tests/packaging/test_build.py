@@ -4,7 +4,10 @@ import os
 import platform
 import runpy
 import shutil
+import site
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,51 @@ def test_compiles(compiler, setup):
         command = [compiler, *setup["KERNEL_FLAGS"], *flags, f"csrc/isa/{isa}.cpp"]
         command += ["-c", "-o", os.devnull] if THOROUGH else ["-O0", "-fsyntax-only"]
         subprocess.run([*command, "-Wno-unknown-warning-option"], cwd=ROOT, check=True)
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """Runs the build backend in an environment that holds this torch; the build's requirements."""
+
+    def requirements(version, **environment):
+        for name in ("PAGED_ATTN_TORCH", "PAGED_ATTN_BUILD_CPP"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        if version:
+            (tmp_path / "torch").mkdir(exist_ok=True)
+            (tmp_path / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+        monkeypatch.setattr(sys, "path", [])
+        monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+        names = runpy.run_path(str(ROOT / "tools/build_backend/build_backend.py"))
+        return names["_torch"](), os.environ.get("PAGED_ATTN_TORCH")
+
+    return requirements
+
+
+def test_the_torch_that_is_there_is_built_with(backend, tmp_path):
+    assert backend("2.13.0+cpu") == ([], str(tmp_path / "torch"))
+
+
+@pytest.mark.parametrize("version", [None, "2.9.1"])
+def test_without_one_torch_comes_from_the_index(backend, version):
+    assert backend(version) == (["torch>=2.11"], None)
+
+
+def test_no_torch_is_asked_for_where_nothing_is_compiled(backend):
+    assert backend(None, PAGED_ATTN_BUILD_CPP="0") == ([], None)
+
+
+def test_without_a_compiler_one_sentence_says_so(setup, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit, match=r"there is no C\+\+ compiler 'no-such-compiler'; install"):
+        setup["check_compiler"]()
+
+
+def test_an_old_torch_is_refused(setup, monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("__version__ = '2.9.1'\n")
+    monkeypatch.setenv("PAGED_ATTN_TORCH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"is too old; install torch 2\.11"):
+        setup["torch_folder"]()

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import docs_tables
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +33,22 @@ def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make (\w[\w-]*)", page.read_text())):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_generated_tables_are_up_to_date():
+    for page in PAGES:
+        assert page.read_text() == docs_tables.rendered(page), "run python tools/docs_tables.py"
+    marked = [page.name for page in PAGES if docs_tables.MARK.search(page.read_text())]
+    assert {"install.md", "index.md"} <= set(marked)
+
+
+def test_messages_of_the_faq_are_raised():
+    """The table of errors quotes parts of messages: each is in the sources."""
+    sources = [*ROOT.glob("torch_paged_attn/**/*.py")]
+    text = "\n".join(re.sub(r"\{[^{}]*\}", "...", path.read_text()) for path in sources)
+    page = (ROOT / "docs" / "faq.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 4
+    for message in quoted:
+        words = message.removeprefix("expected ").split(" to be ")
+        assert all(part in text for part in words), message

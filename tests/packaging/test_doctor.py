@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torch_paged_attn
-from torch_paged_attn import _doctor
+from torch_paged_attn import _doctor, environment
+from torch_paged_attn.backends import cpu
 from torch_paged_attn.integrations import _versions
 
 ROOT = Path(torch_paged_attn.__file__).parents[1]
@@ -41,18 +42,34 @@ def run(*options, **environment):
 
 def test_a_sound_machine_has_no_problem(sound):
     assert sound["problems"] == []
-    cpu = sound["devices"]["cpu"]
-    assert cpu["self_test"]["error"] is None and cpu["instruction_set"] in cpu["instruction_sets"]
+    found = sound["devices"]["cpu"]
+    assert found["self_test"]["error"] is None
+    assert found["instruction_set"] in found["instruction_sets"]
     assert sound["flash_attention_impl"] is None and "PAGED_ATTN" in sound["flash_attention_impls"]
     text = _doctor.printed(sound)
-    assert "self-test: right" in text and "problem" not in text
+    assert "self-test: passed" in text and "problem" not in text
+    assert text.startswith(f"torch_paged_attn {torch_paged_attn.__version__} is ready: cpu by cpu")
+    assert found["self_test"]["milliseconds"] < 5000  # of a call of microseconds, on a busy machine
 
 
 def test_check_fails_without_kernels(tmp_path):
     done = run("--check", "--json", PAGED_ATTN_LIBRARY=str(tmp_path / "none.so"))
     known = json.loads(done.stdout)
-    assert done.returncode == 1 and "PAGED_ATTN_BUILD_CPP=1" in known["problems"][0]
-    assert "problem: the CPU kernels are not built" in _doctor.printed(known)
+    assert done.returncode == 1 and "PAGED_ATTN_LIBRARY names" in known["problems"][0]
+    assert _doctor.printed(known).startswith("torch_paged_attn 0.1.0 is not ready: PAGED_ATTN_LIB")
+
+
+def test_a_package_without_kernels_says_how_it_was_installed(tmp_path, monkeypatch):
+    monkeypatch.delenv("PAGED_ATTN_LIBRARY", raising=False)
+    monkeypatch.setattr(environment, "LIBRARY", tmp_path / "none.so")
+    reason = cpu._load.__wrapped__()
+    assert "installed with PAGED_ATTN_BUILD_CPP=0" in reason and "pip install ." in reason
+
+
+def test_an_instruction_set_that_is_not_here_is_a_problem_and_no_traceback():
+    done = run("--check", PAGED_ATTN_CPU_ISA="z80")
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert "is not ready: paged_attn: PAGED_ATTN_CPU_ISA=z80 is not" in done.stdout
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch):
@@ -119,7 +136,7 @@ def test_an_error_names_both_sides(monkeypatch):
     [
         ("torch_paged_attn.integrations._vllm_backend.PagedAttentionBackend", None),
         ("somebody.Else", "vLLM's CUSTOM belongs to somebody.Else"),
-        (None, "nobody has registered vLLM's CUSTOM"),
+        (None, "no plugin has registered vLLM's CUSTOM"),
     ],
 )
 def test_who_owns_vllms_slot(owner, said, tmp_path, monkeypatch, capsys):

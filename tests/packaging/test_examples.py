@@ -1,15 +1,17 @@
-"""The quick form of an example that `make run` starts: its exit status is 1 if embeddings differ
-from those by SDPA.
-"""
+"""Quick forms of two examples: each compares its own results, and exits with 1 if they differ."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_embeddings_of_packed_sequences_agree():
-    command = [sys.executable, EXAMPLES / "embed.py", "--quick"]
+# embed: embeddings of packed sequences against SDPA's; rollout: bits of a sampler and a trainer
+@pytest.mark.parametrize("name", ["embed", "rollout"])
+def test_results_agree(name):
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

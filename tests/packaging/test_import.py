@@ -1,8 +1,9 @@
 """Importing the package is light, and a pure-Python install says what is missing."""
 
+import ast
+import graphlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ except NotImplementedError as error:
 print(torch_paged_attn.merge_states(*(t.to('meta') for t in (out, lse, out, lse)))[0].shape)
 """
     text = python(code, PAGED_ATTN_LIBRARY="/nonexistent/_C.abi3.so")
-    assert "paged_attn::merge_states" in text and "PAGED_ATTN_BUILD_CPP=1" in text
+    assert "merge_states(): PAGED_ATTN_LIBRARY names /nonexistent/_C.abi3.so" in text
     assert "torch.Size([1, 1, 1])" in text  # fakes need no library
 
 
@@ -81,7 +82,7 @@ def test_report():
     known = json.loads(
         subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout
     )
-    assert "PAGED_ATTN_BUILD_CPP=1" in known["devices"]["cpu"]["reason"]
+    assert "PAGED_ATTN_LIBRARY" in known["devices"]["cpu"]["reason"]
 
 
 def test_an_instruction_set_that_is_not_there_is_a_clear_error():
@@ -94,7 +95,14 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
 
 
 # what the portable kernels and Hopper's both use
-SHARED_BY_KERNELS = ("arrivals", "backward_statistics", "dequant", "seqlen_info", "softmax")
+SHARED_BY_KERNELS = (
+    "arrivals",
+    "backward_statistics",
+    "dequant",
+    "page_sizes",
+    "seqlen_info",
+    "softmax",
+)
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
@@ -115,21 +123,66 @@ MAY_IMPORT = {
 }
 
 
+def imported(path):
+    """The modules of this package that a file imports, without the package's name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [x.name for x in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch_paged_attn":
+            names = [f"torch_paged_attn.{x.name}" for x in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        else:
+            continue
+        yield from (
+            x.removeprefix("torch_paged_attn.") for x in names if x.startswith("torch_paged_attn.")
+        )
+
+
+def test_every_form_of_import_is_seen(tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(
+        "from torch_paged_attn import a\nimport torch_paged_attn.b\n"
+        "def f():\n    from torch_paged_attn.c.d import e\nimport torch\n"
+    )
+    assert sorted(imported(page)) == ["a", "b", "c.d"]
+
+
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_run_one_way(folder):
-    for path in (PACKAGE / folder).rglob("*.py"):
-        for module in re.findall(r"(?:from|import) torch_paged_attn\.([\w.]+)", path.read_text()):
+    paths = sorted((PACKAGE / folder).rglob("*.py"))
+    assert paths, f"there is no folder {folder}"
+    for path in paths:
+        for module in imported(path):
             allowed = (
                 "argument",
                 "attention_call",
                 "backward_call",
                 "environment",
+                "selection",
                 "selection_calls",
                 *MAY_IMPORT[folder],
             )
             assert any(module == a or module.startswith(a + ".") for a in allowed), (
                 f"{path}: {module}"
             )
+
+
+def test_no_circle_in_ops():
+    """Not by imports within functions either."""
+    files = {f"ops.{path.stem}": path for path in (PACKAGE / "ops").glob("[!_]*.py")}
+    files |= {f"ops.{path.stem}": path for path in (PACKAGE / "ops").glob("_[!_]*.py")}
+    of = {}
+    for name, path in files.items():
+        # `from torch_paged_attn.ops import x` may name a module of ops
+        modules = {*imported(path), *(f"ops.{x}" for x in from_ops(path))}
+        of[name] = {module for module in modules if module in files} - {name}
+    graphlib.TopologicalSorter(of).prepare()  # raises CycleError
+
+
+def from_ops(path):
+    nodes = (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom))
+    return [x.name for n in nodes if n.module == "torch_paged_attn.ops" for x in n.names]
 
 
 def test_types_are_shipped():
@@ -144,5 +197,5 @@ def test_every_public_name_is_found():
 @pytest.mark.parametrize("value", ["junk", "true", "2"])
 def test_a_flag_that_is_neither_0_nor_1_is_named(value, monkeypatch):
     monkeypatch.setenv("PAGED_ATTN_CHECK", value)
-    with pytest.raises(ValueError, match=f"PAGED_ATTN_CHECK is '{value}'; allowed: 0 or 1"):
+    with pytest.raises(ValueError, match=f"expected PAGED_ATTN_CHECK to be 0 or 1, got '{value}'"):
         environment._flag("PAGED_ATTN_CHECK")

@@ -79,7 +79,7 @@ KNOWN = {
 KNOWN_KERNELS = {
     "_hopper_backward_keys_kernel": 704,
     "_hopper_backward_queries_kernel": 104,
-    # of more than 32 rows of queries (notes/gpu.md, "Keys of 8 bits")
+    # of more than 32 rows of queries (docs/design/decode.md)
     "_hopper_mla_bytes_fwd_kernel": 56,
 }
 

@@ -99,13 +99,22 @@ def test_slots_are_64_bit(function, device):
 
 
 WRONG = {
-    "table": (lambda a: a | {"block_table": a["block_table"].long()}, "block_table has dtype int6"),
-    "lengths": (lambda a: a | {"cache_seqlens": a["cache_seqlens"][:1]}, "cache_seqlens has shape"),
-    "bounds": (lambda a: a | {"cu_seqlens_k_new": int32([0, 1])}, "cu_seqlens_k_new has shape"),
-    "tokens": (lambda a: a | {"num_tokens": 3}, "num_tokens is 3; allowed: a multiple of batch"),
+    "table": (
+        lambda a: a | {"block_table": a["block_table"].long()},
+        "block_table to be int32, got int64",
+    ),
+    "lengths": (
+        lambda a: a | {"cache_seqlens": a["cache_seqlens"][:1]},
+        "cache_seqlens to be .* got shape",
+    ),
+    "bounds": (
+        lambda a: a | {"cu_seqlens_k_new": int32([0, 1])},
+        "cu_seqlens_k_new to be .* got shape",
+    ),
+    "tokens": (lambda a: a | {"num_tokens": 3}, "num_tokens to be a multiple of batch = 2, got 3"),
     "device": (
         lambda a: a | {"block_table": a["block_table"].to("meta")},
-        "block_table is on meta; allowed: the device of the first tensor",
+        "block_table to be on cpu, as the first tensor, got meta",
     ),
 }
 
@@ -121,7 +130,7 @@ def test_what_no_kernel_can_take_is_refused(name, kernels):
         "num_tokens": 2,
     }
     for function in (kernels.append_slots, with_torch_operators, fake):
-        with pytest.raises(ValueError, match=f"paged_attn::append_slots: {text}"):
+        with pytest.raises(ValueError, match=rf"append_slots\(\): expected {text}"):
             function(*change(arguments).values())
 
 

@@ -192,7 +192,7 @@ def test_wide_float32_heads_have_no_room_in_a_small_shared_memory(arch):
         assert "shared memory" in BACKEND.unsupported_backward(wide.forward)
         assert BACKEND.unsupported_backward(call_of(torch.bfloat16).forward) is None
         given = wide.tensors() | {"cu_seqlens_k": None, "seqused_k": None}
-        with pytest.raises(NotImplementedError, match="flash_varlen_backward: q is float32"):
+        with pytest.raises(NotImplementedError, match=r"flash_varlen_backward\(\): .*float32"):
             op.flash_varlen_backward._plan(*given.values())
     with assume(Target.of_arch("sm90", 132)):
         assert BACKEND.unsupported_backward(wide.forward) is None

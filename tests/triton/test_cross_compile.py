@@ -45,8 +45,8 @@ def is_extended(name):
     return name.removeprefix(cross_compile.BACKWARDS) in EXTENDED | EXTENDED_DIFFERENTIABLE
 
 
-# backwards that no tile was found for: with the smallest they spill (notes/gpu.md), so they work,
-# slowly, or where shared memory does not hold them are refused
+# backwards that no tile was found for: with the smallest they spill, so they work, slowly, or where
+# shared memory does not hold them are refused (docs/design/hopper_backward.md)
 UNFITTED = {
     *(
         (arch, f"{width}/{kind}/f32")

@@ -2,6 +2,7 @@
 each way takes, whose costs are fitted to measurements that are in the repository."""
 
 import dataclasses
+import gzip
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch_paged_attn.backends.triton.hopper.support import GATHERED
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import Problem
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "results" / "cuda" / "ways_sweep.json"
+DATA = Path(__file__).parent / "data" / "ways_sweep.json.gz"
 
 bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
 DECODES = Problem("decodes", ((1, 60),) * 9, 32, 8, dtype=bf16, page_size=16)
@@ -39,7 +40,7 @@ def variant(**options):
 def measured():
     """For each row of the measurements the way that is chosen, and figures of all that may be."""
     table = ways.ways()
-    for row in json.loads(DATA.read_text()):
+    for row in json.loads(gzip.decompress(DATA.read_bytes())):
         num_heads, num_kv_heads, head_dim = row["heads"]
         size = 2 if row["kv_dtype"] == row["dtype"] else 1
         kind = f"d{head_dim}/b{size}"

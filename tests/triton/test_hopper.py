@@ -16,7 +16,7 @@ from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
-from torch_paged_attn.ops import paths
+from torch_paged_attn.ops import path
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -161,9 +161,9 @@ def test_sizes_are_no_part_of_the_description(options):
         with assume(HOPPER):
             call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
             config, packed_heads = choices.choose_tiles(call)
-            scalars = tiles.scalars_of(call, packed_heads)
+            scalars = tiles.scalars_of(call)
             described.add((tiles.options_of(call, config, packed_heads), scalars))
-            sizes.add(tiles.sizes_of(call, lists_per_head=3))
+            sizes.add(tiles.sizes_of(call, 3, packed_heads))
     assert len(described) == 1
     assert len(sizes) == 3
 
@@ -185,7 +185,7 @@ def test_log_names_the_kernel(name, run, device, caplog):
 
 
 def test_a_path_is_logged_once(run, device, caplog, monkeypatch):
-    monkeypatch.setattr(paths, "_announced", set())
+    monkeypatch.setattr(path, "_announced", set())
     for rows in (3, 5):  # other plans of one path
         changes = {"num_heads": 6, "padding_rows": rows, "seqs": ((3, 9), (1, 4))}
         problem = dataclasses.replace(PROBLEMS["odd_sizes/f32"], **changes)

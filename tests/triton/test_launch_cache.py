@@ -158,6 +158,7 @@ def test_clear_drops_plans_and_kernels():
 class Param:
     def __init__(self, name):
         self.name, self.do_not_specialize = name, name == "tokens"
+        self.is_constexpr = name.isupper()
 
 
 class Kernel:
@@ -222,8 +223,10 @@ def test_a_new_number_of_tokens_takes_the_kernel_that_is_there(known):
     kernel, q = Kernel(), torch.zeros(4)
     some(kernel)(q, (None,))
     some(kernel, tokens=6)(q, (None,))
+    # such as the strides of a cache that is made anew for each token
+    some(kernel, heads=7)(q, (None,))
     assert len(kernel.compiled) == 1
-    assert [x[-3:] for x in kernel.by_launcher] == [(5, 4, 64), (6, 4, 64)]
+    assert [x[-3:] for x in kernel.by_launcher] == [(5, 4, 64), (6, 4, 64), (5, 7, 64)]
 
 
 def off_by_four():
@@ -231,7 +234,8 @@ def off_by_four():
 
 
 OTHER_LAUNCHES = {
-    "heads": (lambda k: some(k, heads=8), lambda: torch.zeros(4)),
+    "one head": (lambda k: some(k, heads=1), lambda: torch.zeros(4)),
+    "multiple of 16": (lambda k: some(k, heads=32), lambda: torch.zeros(4)),
     "block": (lambda k: some(k, block=32), lambda: torch.zeros(4)),
     "long": (lambda k: some(k, tokens=2**31), lambda: torch.zeros(4)),
     "dtype": (some, lambda: torch.zeros(4).half()),

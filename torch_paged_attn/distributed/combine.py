@@ -20,7 +20,7 @@ from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import all_gather
 from torch_paged_attn.distributed.symmetric import TIMEOUT, symmetric_memory
 from torch_paged_attn.ops import merge_states
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, refuse
 
 OP, INSTEAD = "SymmetricCombine", "combine='all_to_all'"
 
@@ -122,10 +122,9 @@ class SymmetricCombine:
         device = torch.device(device)
         memory = symmetric_memory(OP, device, INSTEAD)
         if num_heads % ranks.size:
-            fail(OP, "num_heads", f"is {num_heads}", f"a multiple of the {ranks.size} ranks")
+            fail(OP, "num_heads", num_heads, f"a multiple of the {ranks.size} ranks")
         if importlib.util.find_spec("triton") is None:
-            came = f"is {device}, and Triton is not installed"
-            fail(OP, "device", came, f"Triton; or {INSTEAD}", NotImplementedError)
+            refuse(OP, "Triton is not installed", f"install it, or use {INSTEAD}")
         from torch_paged_attn.backends.triton.merge_remote import Slots
 
         slots = Slots.of(ranks.size, max_tokens * num_heads // ranks.size, head_dim_v)
@@ -148,16 +147,17 @@ class SymmetricCombine:
         tokens, heads, dim = self.limits
         sizes = call.num_heads, call.head_dim_v
         if call.total_q > tokens or sizes != (heads, dim) or ranks.group != self.ranks.group:
-            came = f"was made for {tokens} queries, {heads} heads of {dim} and its own group"
-            fail(call.op, "combine", came, f"one for {call.total_q} queries, heads {sizes}")
+            got = f"one for {tokens} queries, {heads} heads of {dim} and its own group"
+            expected = f"a SymmetricCombine for {call.total_q} queries, heads {sizes}"
+            fail(call.op, "combine", got, expected)
 
     def check_all_came(self) -> None:
         """Raise RuntimeError if a kernel has timed out waiting for a rank. It reads host memory
         only, since the device reports no more than a failed launch then.
         """
         if late := int(self.said[0]):
-            came = f"has rank {late - 1}, which did not come within {self.seconds:g} s"
-            fail(OP, "group", came, "ranks that make the same calls", RuntimeError)
+            problem = f"rank {late - 1} did not answer within {self.seconds:g} s"
+            refuse(OP, problem, "make the same calls on all ranks", RuntimeError)
 
     def __call__(
         self, out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype

@@ -28,7 +28,7 @@ from torch_paged_attn.distributed.shared_keys import SharedKeys
 from torch_paged_attn.distributed.ulysses import ulysses_attention
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.backend import serving_device
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import refuse
 
 __all__ = [
     "Shards",
@@ -88,8 +88,9 @@ def all_gather_attention(
         if memory is not None:
             memory.check(OP, k, v, shards.ranks)
             if trains:
-                came = "came where gradients are wanted"
-                fail(OP, "memory", came, "None", NotImplementedError)
+                refuse(
+                    OP, "no gradient with memory", "pass memory=None, or call under torch.no_grad()"
+                )
 
     check_call(OP, q, k, v, shards, options, ALLOWED, check, memory is not None, trains)
     exchange = exchange_of(shards, options)

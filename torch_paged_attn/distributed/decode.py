@@ -21,7 +21,7 @@ from torch_paged_attn.distributed.ranks import Group, Ranks, agree
 from torch_paged_attn.distributed.shards import all_gather
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.attention_checks import check_attention
-from torch_paged_attn.ops.checks import check_lengths, fail
+from torch_paged_attn.ops.checks import check_lengths, fail, refuse
 
 __all__ = [
     "SymmetricCombine",
@@ -185,7 +185,7 @@ def _unbounded(options: dict[str, Any]) -> bool:
 
 def _checked(op: str, group: Group, interleave: int) -> Ranks:
     if interleave < 1:
-        fail(op, "interleave", f"is {interleave}", "at least 1")
+        fail(op, "interleave", interleave, "at least 1")
     return Ranks.of(op, group)
 
 
@@ -202,13 +202,15 @@ def _check(
     **options: Any,
 ) -> None:
     if interleave < 1:
-        fail(OP, "interleave", f"is {interleave}", "at least 1")
+        fail(OP, "interleave", interleave, "at least 1")
     if isinstance(combine, str) and combine not in COMBINES:
-        fail(OP, "combine", f"is {combine!r}", f"{', '.join(COMBINES)}, or a SymmetricCombine")
+        expected = f"one of {', '.join(COMBINES)}, or a SymmetricCombine"
+        fail(OP, "combine", repr(combine), expected)
     for name, value in options.items():
         if name not in ALLOWED and value is not KNOWN.get(name, ...):
-            error = NotImplementedError if name in KNOWN else TypeError
-            fail(OP, name, "came", ", ".join(ALLOWED), error)
+            if name not in KNOWN:
+                raise TypeError(f"{OP}() got an unexpected keyword argument '{name}'")
+            refuse(OP, f"{name} is not supported", f"use {', '.join(ALLOWED)}")
     given = {name: options[name] for name in ALLOWED if name in options}
     call = AttentionCall(
         OP, q, k, v, cu_seqlens_q, seqused_k=lengths, block_table=block_table, **given
@@ -216,8 +218,7 @@ def _check(
     check_attention(call)
     check_lengths(OP, "lengths", lengths, call.batch, "(batch)")
     if call.num_heads % ranks.size:
-        allowed = f"a multiple of the {ranks.size} ranks"
-        fail(OP, "q's num_heads", f"is {call.num_heads}", allowed)
+        fail(OP, "q's num_heads", call.num_heads, f"a multiple of the {ranks.size} ranks")
     for name in BY_POSITION:
         if not is_default(options.get(name, KNOWN[name]), KNOWN[name]):
             refuse_lacking(OP, q.device, ("q_position", "key_ranks"), name)

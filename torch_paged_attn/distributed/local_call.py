@@ -11,7 +11,7 @@ from torch_paged_attn.distributed.ranks import agree
 from torch_paged_attn.distributed.shards import Shards
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.backend import serving_device
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, refuse
 
 KNOWN = defaults("flash_varlen")
 
@@ -35,9 +35,9 @@ def check_call(
     def check_all() -> None:
         for name, value in options.items():
             if name not in KNOWN:
-                fail(op, name, "came", ", ".join(allowed), TypeError)
+                raise TypeError(f"{op}() got an unexpected keyword argument '{name}'")
             if name not in allowed and not is_default(value, KNOWN[name]):
-                fail(op, name, "came", ", ".join(allowed), NotImplementedError)
+                refuse(op, f"{name} is not supported", f"use {', '.join(allowed)}")
         if torch.compiler.is_compiling():  # the operator checks its traced arguments itself
             return
         given = {name: x for name, x in options.items() if name in allowed}
@@ -48,7 +48,7 @@ def check_call(
         check_attention(call)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if len(x) != shards.rows:
-                fail(op, name, f"has {len(x)} rows", f"shards.rows = {shards.rows}")
+                fail(op, f"{name}.shape[0]", len(x), f"shards.rows = {shards.rows}")
         check(call)
 
     said = {name: _described(x) for name, x in sorted(options.items())}
@@ -66,8 +66,7 @@ def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: st
     backend, _ = serving_device(device)
     for name in names:
         if backend is not None and name in (*backend.lacks, *backend.lacks_in_backward):
-            came = f"came, which becomes {name}, which the {backend.name} backend does not have yet"
-            fail(op, what, came, "none", NotImplementedError)
+            refuse(op, f"{what} needs {name}, which the {backend.name} backend does not support")
 
 
 def from_head(rng_state: Tensor, head: int) -> Tensor:

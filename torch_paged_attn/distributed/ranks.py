@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, refuse
 
 # a process group, a mesh of one dimension, or None for all processes
 Group = ProcessGroup | DeviceMesh | None
@@ -28,19 +28,24 @@ class Ranks(NamedTuple):
     def of(cls, op: str, group: Group = None) -> "Ranks":
         """Raise ValueError unless `group` is a process group, or a mesh of one dimension."""
         if not dist.is_initialized():
-            fail(op, "group", "came before init_process_group", "a process group of this program")
+            refuse(
+                op,
+                "torch.distributed is not initialized",
+                "call torch.distributed.init_process_group first",
+                ValueError,
+            )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                came = f"is a mesh of dimensions {group.mesh_dim_names or tuple(group.shape)}"
-                fail(op, "group", came, 'one of them, as mesh["cp"]')
+                got = f"a mesh of dimensions {group.mesh_dim_names or tuple(group.shape)}"
+                fail(op, "group", got, 'a mesh of one dimension, such as mesh["cp"]')
             group = group.get_group()
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, ProcessGroup):
-            fail(op, "group", f"is {type(group).__name__}", "a ProcessGroup, a DeviceMesh or None")
+            fail(op, "group", type(group).__name__, "a ProcessGroup, a DeviceMesh or None")
         rank = dist.get_rank(group)
         if rank < 0:
-            fail(op, "group", "does not hold this process", "a group that does")
+            fail(op, "group", "a group of other processes", "a group that holds this process")
         return cls(group, rank, dist.get_world_size(group))
 
     def global_rank(self, rank: int) -> int:
@@ -109,5 +114,5 @@ def _raise(op: str, ranks: Ranks, own: Exception | None, said: list[Any]) -> NoR
             kind = getattr(builtins, what[0], RuntimeError)
             raise kind(f"{what[1]} (on rank {rank} of {ranks.size})")
     other = next(i for i, (_, text) in enumerate(said) if text != said[ranks.rank][1])
-    came = f"is {said[other][1]} on rank {other} and {said[ranks.rank][1]} on rank {ranks.rank}"
-    fail(op, "the call", came, "the same on every rank of the group")
+    got = f"{said[other][1]} on rank {other} and {said[ranks.rank][1]} on rank {ranks.rank}"
+    fail(op, "the call", got, "the same on every rank of the group")

@@ -18,7 +18,7 @@ from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_states
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import refuse
 
 OP = "ring_attention"
 # options that depend on positions
@@ -65,13 +65,13 @@ def _is_given(name: str, value: Any) -> bool:
 def _check(call: AttentionCall, shards: Shards) -> None:
     for name in BY_POSITION:
         if _is_given(name, getattr(call, name)) and shards.load_balance != "contiguous":
-            came = f"came where load_balance is {shards.load_balance!r}"
-            fail(OP, name, came, "'contiguous', or all_gather_attention", NotImplementedError)
+            problem = f"{name} with load_balance = {shards.load_balance!r} is not supported"
+            refuse(OP, problem, "use 'contiguous', or all_gather_attention")
         if _is_given(name, getattr(call, name)):
             refuse_lacking(OP, call.q.device, ("q_position",), name)
     if call.q.dtype.itemsize == 1 or call.k.dtype != call.q.dtype:
-        came = f"is {call.k.dtype} and q {call.q.dtype}"
-        fail(OP, "k", came, "one dtype of 16 or 32 bits", NotImplementedError)
+        problem = f"q of {call.q.dtype} with k of {call.k.dtype} is not supported"
+        refuse(OP, problem, "pass one dtype of 16 or 32 bits")
 
 
 class Step(NamedTuple):

@@ -130,12 +130,12 @@ def _refuse_uneven(op: str, q: Any, num_kv_heads: int) -> None:
     for dim, placement in enumerate(q.placements):
         size = q.mesh.size(dim)
         if placement == Shard(1) and num_kv_heads > 1 and num_kv_heads % size:
-            came = f"is {num_kv_heads} where q's heads are sharded over {size} ranks"
-            allowed = f"1, or a multiple of {size}: repeat heads of k and v, or replicate q"
-            fail(op, "k's num_kv_heads", came, allowed)
+            expected = f"1 or a multiple of the {size} ranks that q's heads are sharded over"
+            got = f"{num_kv_heads}: repeat heads of k and v, or replicate q"
+            fail(op, "k's num_kv_heads", got, expected)
         if placement == Shard(1) and q.tensor_meta.shape[1] % size:
-            came = f"is {q.tensor_meta.shape[1]} and is sharded over {size} ranks"
-            fail(op, "q's num_heads", came, f"a multiple of {size}")
+            expected = f"a multiple of the {size} ranks that they are sharded over"
+            fail(op, "q's num_heads", q.tensor_meta.shape[1], expected)
 
 
 def merge_rule(*args: Any, **_options: Any) -> list[Strategy]:
@@ -168,23 +168,24 @@ def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
     """
     caches, scales = args[2 : 2 + number], args[3 + number :]
     lies = tuple(caches[0].placements)
-    allowed = f"Shard({heads}), its heads, or Replicate(): a write would go into a copy and be lost"
     for dim, placement in enumerate(lies):
         if placement not in (Replicate(), Shard(heads)):
-            came = f"is placed {placement} on dimension {dim} of its mesh"
-            allowed += "; deal pages or positions out by hand (torch_paged_attn.distributed.decode)"
-            fail(op, "the cache", came, allowed)
+            got = (
+                f"{placement} on dimension {dim} of its mesh: a write would go into a copy and be"
+                " lost. To shard by pages or positions, see torch_paged_attn.distributed.decode"
+            )
+            fail(op, "the cache", got, f"placed by heads, Shard({heads}), or Replicate()")
     if any(tuple(x.placements) != lies for x in caches):
-        fail(op, "v_cache", f"is placed {caches[1].placements}", f"as k_cache, {lies}")
+        fail(op, "v_cache", caches[1].placements, f"placed as k_cache, {lies}")
     wanted = tuple(Shard(1) if p == Shard(heads) else p for p in lies)
     for name, x in zip(("key", "value"), args, strict=False):
         if tuple(x.placements) != wanted:
-            fail(
-                *(op, name, f"is placed {tuple(x.placements)} and the cache {lies}"),
-                f"{wanted}, as the cache's heads: a write would go into a copy and be lost; call"
+            got = (
+                f"{tuple(x.placements)}: a write would go into a copy and be lost. Call"
                 f" {name}.redistribute(placements={list(wanted)}) first, or"
-                " torch_paged_attn.distributed.sharding.reshape_and_cache, which does",
+                " torch_paged_attn.distributed.sharding.reshape_and_cache, which does"
             )
+            fail(op, name, got, f"placed {wanted}, as the cache's heads {lies}")
     found: list[Strategy] = []
     for sharded in (False, True):
         placed: list[Any] = [Shard(1) if sharded else Replicate()] * 2
@@ -325,8 +326,10 @@ def reshape_and_cache(
     """
     caches = [kv_cache] if isinstance(kv_cache, DTensor) else list(kv_cache)
     if not all(isinstance(x, DTensor) for x in caches):
-        came = f"is {type(kv_cache).__name__} of plain tensors"
-        fail("reshape_and_cache", "kv_cache", came, "a DTensor, or two; or the package's function")
+        got = (
+            f"a {type(kv_cache).__name__} of plain tensors, for torch_paged_attn.reshape_and_cache"
+        )
+        fail("reshape_and_cache", "kv_cache", got, "a DTensor, or a pair of them")
     mesh, heads = caches[0].device_mesh, 2 if len(caches) == 1 else 1
     at = [Shard(1) if p == Shard(heads) else Replicate() for p in caches[0].placements]
     pair = [_lift(mesh, x).redistribute(placements=at) for x in (key, value)]

@@ -139,7 +139,7 @@ class Shards:
         zeros in padding rows. Differentiable.
         """
         if x.shape[0] < self.tokens:
-            fail(OP, "x", f"has {x.shape[0]} rows", f"the batch's {self.tokens} tokens, or more")
+            fail(OP, "x.shape[0]", x.shape[0], f"at least the batch's {self.tokens} tokens")
         own = x.index_select(0, self.indices)
         padding = self.rows - len(self.indices)
         return torch.cat([own, own.new_zeros(padding, *own.shape[1:])]) if padding else own
@@ -149,7 +149,7 @@ class Shards:
         `(rows, ...)`. Differentiable: the gradients of all ranks are added up.
         """
         if x.shape[0] != self.rows:
-            fail(OP, "x", f"has {x.shape[0]} rows", f"{self.rows}, as every rank")
+            fail(OP, "x.shape[0]", x.shape[0], f"{self.rows}, as on every rank")
         return self.in_order(_Gather.apply(x, self.ranks))
 
     def in_order(self, x: Tensor) -> Tensor:
@@ -170,14 +170,14 @@ def cumulative(counts: Tensor) -> Tensor:
 def _check(cu_seqlens: Tensor, size: int, load_balance: str, rows: int) -> None:
     check_dtype(OP, "cu_seqlens", cu_seqlens, (torch.int32,))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
-        fail(OP, "cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}", "(documents + 1,)")
+        fail(OP, "cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(documents + 1,)")
     if cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
-        fail(OP, "cu_seqlens", "falls, or does not start at 0", "nondecreasing, from 0")
+        fail(OP, "cu_seqlens", cu_seqlens.tolist(), "nondecreasing, from 0")
     if load_balance not in SCHEMES:
-        fail(OP, "load_balance", f"is {load_balance!r}", ", ".join(SCHEMES))
+        fail(OP, "load_balance", repr(load_balance), f"one of {', '.join(SCHEMES)}")
     tokens = int(cu_seqlens[-1])
     if rows < 0 or 0 < rows * size < tokens:
-        fail(OP, "rows", f"is {rows}", f"0, or at least a rank's share of {tokens} tokens")
+        fail(OP, "rows", rows, f"0, or at least a rank's share of {tokens} tokens")
 
 
 def _listed(x: Any) -> Any:

@@ -125,10 +125,10 @@ class SharedKeys:
 
     def check(self, op: str, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         """Raise ValueError for keys of other sizes, or another group, than this was made for."""
-        came = (*k.shape[1:],), (*v.shape[1:],)
-        if came != self.widths or k.dtype != self.buffer.dtype or ranks.group != self.ranks.group:
-            made = f"was made for heads {self.widths} of {self.buffer.dtype} and its own group"
-            fail(op, "memory", made, f"one for heads {came} of {k.dtype}")
+        widths = (*k.shape[1:],), (*v.shape[1:],)
+        if widths != self.widths or k.dtype != self.buffer.dtype or ranks.group != self.ranks.group:
+            got = f"one for heads {self.widths} of {self.buffer.dtype} and its own group"
+            fail(op, "memory", got, f"SharedKeys for heads {widths} of {k.dtype}")
 
     def bring(self, placement: "Placement", k: Tensor, v: Tensor, num_heads: int) -> list[Arriving]:
         """Copy the keys and values that this rank's queries see: of all heads in one part, or of
@@ -141,7 +141,7 @@ class SharedKeys:
         """
         rows, heads = placement.rows, k.shape[1]
         if max(rows) > self.max_keys:
-            fail(OP, "max_keys", f"is {self.max_keys}", f"at least {max(rows)}, which a rank sees")
+            fail(OP, "max_keys", self.max_keys, f"at least {max(rows)}, which a rank sees")
         is_much = placement.most_sent * _bytes_of_row(k, v) >= self.least_ahead
         fills = len(k) * num_heads * AHEAD >= self.least_rows * heads
         ahead = AHEAD if heads > AHEAD and is_much and fills else 0

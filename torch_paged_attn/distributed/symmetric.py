@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import refuse
 
 # how long a kernel waits for another rank: the same as torch's NCCL collectives
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -24,7 +24,6 @@ def symmetric_memory(op: str, device: torch.device, instead: str) -> Any:
         memory = importlib.import_module("torch.distributed._symmetric_memory")
     missing = [name for name in ("empty", "rendezvous") if not hasattr(memory, name)]
     if device.type != "cuda" or missing:
-        came = f"is {device}" if device.type != "cuda" else f"is cuda, and torch has no {missing}"
-        allowed = f"a GPU, with a torch that has symmetric memory; or {instead}"
-        fail(op, "device", came, allowed, NotImplementedError)
+        where = device if device.type != "cuda" else f"this torch, which has no {missing}"
+        refuse(op, f"no symmetric memory on {where}", f"use {instead}")
     return memory

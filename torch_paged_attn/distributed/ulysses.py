@@ -17,7 +17,7 @@ from torch_paged_attn.distributed.local_call import check_call, from_head, refus
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, refuse
 
 OP = "ulysses_attention"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -55,8 +55,8 @@ def ulysses_attention(
     """
     ranks = shards.ranks
     if torch.compiler.is_compiling() and TORCH < (2, 12):
-        came = f"is {torch.__version__} and compiles two collectives into one"
-        fail(OP, "torch", came, "2.12 or later, or no torch.compile", NotImplementedError)
+        problem = f"torch {torch.__version__} compiles two collectives into one"
+        refuse(OP, problem, "use torch 2.12 or later, or no torch.compile")
     check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check_heads(call, ranks))
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads < ranks.size:
@@ -77,11 +77,10 @@ def _check_heads(call: AttentionCall, ranks: Ranks) -> None:
     if call.rng_state is not None:
         refuse_lacking(OP, call.q.device, ("rng_state[2:]",), "rng_state")
     if call.num_heads % ranks.size:
-        allowed = f"a multiple of the {ranks.size} ranks"
-        fail(OP, "q's num_heads", f"is {call.num_heads}", allowed)
+        fail(OP, "q's num_heads", call.num_heads, f"a multiple of the {ranks.size} ranks")
     if call.num_kv_heads % ranks.size and ranks.size % call.num_kv_heads:
-        allowed = f"a multiple or a divisor of the {ranks.size} ranks"
-        fail(OP, "k's num_kv_heads", f"is {call.num_kv_heads}", allowed)
+        expected = f"a multiple or a divisor of the {ranks.size} ranks"
+        fail(OP, "k's num_kv_heads", call.num_kv_heads, expected)
 
 
 def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations._kvcache import end_to_end
 from torch_paged_attn.integrations._storages import check_storages, readable
+from torch_paged_attn.ops import checks
+from torch_paged_attn.ops.checks import fail
 
 Window: TypeAlias = tuple[int | None, int | None]
 
@@ -17,31 +19,35 @@ def refuse(name: str, **arguments: Any) -> None:
     """Raise NotImplementedError for an argument that is given, since none of these is supported."""
     for argument, value in arguments.items():
         if isinstance(value, Tensor) or value:
-            raise NotImplementedError(f"{name}: {argument} is not offered")
+            checks.refuse(name, f"{argument} is not supported")
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
     """Raise TypeError for an argument that is not a tensor."""
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
+            fail(name, argument, f"{value!r:.60}", "a tensor", TypeError)
 
 
 def both_sides(name: str, window_size: Any) -> tuple[int, int]:
-    """Keys seen before and after a query by flash-attn's `window_size`: -1, as None, is unbounded.
-    TypeError unless it is a pair of integers.
+    """Keys seen before and after a query by `window_size`; -1 is unbounded, as None and
+    any negative number are there. TypeError unless it is a pair of integers.
     """
     if isinstance(window_size, tuple | list) and len(window_size) == 2:
-        left, right = (-1 if size is None else size for size in window_size)
+        left, right = window_size
+        left, right = -1 if left is None else left, -1 if right is None else right
         if is_size(left) and is_size(right):
+            if type(left) is type(right) is int:  # comparing a SymInt would put a guard on it
+                return max(left, -1), max(right, -1)
             return left, right
-    allowed = "a pair (left, right) of integers, None for unbounded"
-    raise TypeError(f"{name}: window_size is {window_size!r:.60}; allowed: {allowed}")
+    expected = "a pair (left, right) of integers, None for unbounded"
+    fail(name, "window_size", f"{window_size!r:.60}", expected, TypeError)
 
 
 def is_size(value: Any) -> bool:
     """Whether a value is an integer, in a graph too."""
-    return isinstance(value, numbers.Integral | torch.SymInt)
+    # an abstract class takes microseconds to ask
+    return type(value) is int or isinstance(value, numbers.Integral | torch.SymInt)
 
 
 def _check_numbers(name: str, **arguments: Any) -> None:
@@ -50,7 +56,7 @@ def _check_numbers(name: str, **arguments: Any) -> None:
     """
     for argument, value in arguments.items():
         if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt | Tensor):
-            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a number")
+            fail(name, argument, f"{value!r:.60}", "a number", TypeError)
 
 
 def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) -> bool:
@@ -116,9 +122,7 @@ def flash_varlen_arguments(
     _check_numbers(name, softmax_scale=1.0 if scale is None else scale, softcap=softcap)
     if dropout_p > 0:
         if return_attn_probs:
-            raise NotImplementedError(
-                f"{name}: return_attn_probs is not offered with dropout_p > 0"
-            )
+            checks.refuse(name, "return_attn_probs is not supported with dropout_p > 0")
         # seed and offset from the default generator of q's device: nothing is read on the host
         rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
         arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
@@ -143,7 +147,7 @@ def flash_varlen_arguments(
     for argument, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(hint, Tensor):
             if hint is not None and not is_size(hint):
-                raise TypeError(f"{name}: {argument} is {hint!r:.60}; allowed: an integer")
+                fail(name, argument, f"{hint!r:.60}", "an integer", TypeError)
             arguments[argument] = hint
     # passing an argument by name takes 0.2 microseconds
     return {argument: value for argument, value in arguments.items() if value is not None}

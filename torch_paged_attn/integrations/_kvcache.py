@@ -12,6 +12,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._storages import with_whole_rows
+from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.append_and_attend import append_and_attend
 
 
@@ -35,6 +36,51 @@ def in_one_call(
         return append_and_attend(*tensors, sinks, *descales, **options)
     except (ValueError, NotImplementedError):
         return None  # nothing has been written: the general code runs the call, or raises
+
+
+def attend_only(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """`out` and `softmax_lse` of a call without new tokens: one call of `flash_varlen`, with views
+    of the arguments. None for calls in a graph and those that `flash_varlen` refuses: the general
+    code runs them, or raises in the words of `flash_attn_with_kvcache`.
+
+    options: keyword arguments of `flash_varlen`; tensors among them may be None
+    """
+    tensors = q, k_cache, v_cache
+    if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
+        return None
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or q.dim() != (4 if cu_seqlens_q is None else 3):
+        return None
+    if q.stride(-1) != 1 or q.dtype.itemsize == 1:
+        return None
+    if cu_seqlens_q is None:
+        batch, max_seqlen_q = q.shape[:2]
+        cu_seqlens_q, q = _constants.multiples(max_seqlen_q, batch, q), q.flatten(0, 1)
+    else:
+        batch = cu_seqlens_q.shape[0] - 1
+        max_seqlen_q = None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q
+    if table is None:
+        if k_cache.shape[0] != batch:
+            return None
+        table = _constants.row_numbers(batch, k_cache)
+    capacity = table.shape[-1] * k_cache.shape[1]
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = lengths_of(capacity if cache_seqlens is None else cache_seqlens, batch, q)
+    options = {name: x for name, x in options.items() if x is not None}
+    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    lengths = cu_seqlens_q, None, max_seqlen_q, capacity, cache_seqlens, table
+    try:
+        return flash_varlen(q, k, v, *lengths, **options)
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        return None  # nothing has been written
 
 
 def end_to_end(x: Tensor) -> bool:

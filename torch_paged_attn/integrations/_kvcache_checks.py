@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
+from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
@@ -27,8 +28,10 @@ DIMS = {
 }
 
 
-def fail(argument: str, came: str, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{OP}: {argument} {came}; allowed: {allowed}")
+def fail(
+    argument: str, got: object, expected: str, error: type[Exception] = ValueError
+) -> NoReturn:
+    checks.fail(OP, argument, got, expected, error)
 
 
 def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
@@ -36,11 +39,11 @@ def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] 
     `dtypes` is not empty, with one of these dtypes.
     """
     if not isinstance(x, Tensor):
-        fail(name, f"is a {type(x).__name__}", f"a tensor {shape}", TypeError)
+        fail(name, f"a {type(x).__name__}", f"a tensor {shape}", TypeError)
     if x.dim() != DIMS[shape]:
-        fail(name, f"has shape {tuple(x.shape)}", shape)
+        fail(name, f"shape {tuple(x.shape)}", shape)
     if dtypes and x.dtype not in dtypes:
-        fail(name, f"has dtype {names((x.dtype,))}", names(dtypes))
+        fail(name, names((x.dtype,)), names(dtypes))
 
 
 def check_per_sequence(
@@ -48,65 +51,63 @@ def check_per_sequence(
 ) -> None:
     check_tensor(name, x, shape, dtypes)
     if x.shape[0] != size:
-        fail(name, f"has shape {tuple(x.shape)}", f"{shape} whose first dimension is {size}")
+        fail(name, f"shape {tuple(x.shape)}", f"{shape} with a first dimension of {size}")
 
 
 def check_cu_seqlens_q(cu_seqlens_q: Tensor) -> None:
     check_tensor("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", INT32)
     if cu_seqlens_q.shape[0] == 0:
-        fail("cu_seqlens_q", "is empty", "(batch + 1,) entries, the first of them 0")
+        fail("cu_seqlens_q", "no entries", "(batch + 1,) entries, the first of them 0")
 
 
 def check_rotary(cos: Tensor, sin: Tensor, capacity: int, head_dim: int) -> None:
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_tensor(name, x, "(positions, rotary_dim / 2)")
         if not x.dtype.is_floating_point:
-            fail(name, f"has dtype {names((x.dtype,))}", "a floating-point dtype")
+            fail(name, names((x.dtype,)), "of a floating-point dtype")
     if sin.shape != cos.shape:
-        allowed = f"rotary_cos' {tuple(cos.shape)}"
-        fail("rotary_sin", f"has shape {tuple(sin.shape)}", allowed)
+        fail("rotary_sin", f"shape {tuple(sin.shape)}", f"{tuple(cos.shape)}, as rotary_cos")
     if cos.shape[0] < capacity:
-        allowed = f"a row for each of the cache's {capacity} positions"
-        fail("rotary_cos", f"has {cos.shape[0]} rows", allowed)
+        expected = f"at least the {capacity} positions of the cache"
+        fail("rotary_cos.shape[0]", cos.shape[0], expected)
     if 2 * cos.shape[1] > head_dim:
-        allowed = f"rotary_dim / 2 columns, at most half of head_dim {head_dim}"
-        fail("rotary_cos", f"has {cos.shape[1]} columns", allowed)
+        expected = f"rotary_dim / 2, at most half of head_dim = {head_dim}"
+        fail("rotary_cos.shape[1]", cos.shape[1], expected)
 
 
 def check_descale(name: str, scale: Tensor | None) -> None:
     if scale is not None and scale.dim() > 1:
-        fail(
-            name,
-            f"of shape (batch, num_kv_heads) = {tuple(scale.shape)} came with k and v",
-            "() or (num_kv_heads)",
-            NotImplementedError,
+        checks.refuse(
+            OP,
+            f"{name} of shape (batch, num_kv_heads) with k and v is not supported",
+            "pass one of shape () or (num_kv_heads,)",
         )
 
 
 def check_batch_idx(cache_batch_idx: Tensor, cache_batch: int) -> None:
     for b, row in enumerate(cache_batch_idx.tolist()):
         if not 0 <= row < cache_batch:
-            allowed = f"rows 0 to {cache_batch - 1} of k_cache"
-            fail(f"cache_batch_idx[{b}]", f"is {row}", allowed, IndexError)
+            expected = f"a row of k_cache, from 0 to {cache_batch - 1}"
+            fail(f"cache_batch_idx[{b}]", row, expected, IndexError)
 
 
 def check_leftpad(cache_leftpad: Tensor, cache_seqlens: Tensor) -> None:
     pairs = zip(cache_leftpad.tolist(), cache_seqlens.tolist(), strict=True)
     for b, (leftpad, length) in enumerate(pairs):
         if leftpad < 0 or 0 <= length < leftpad:
-            fail(f"cache_leftpad[{b}]", f"is {leftpad}", f"0 to cache_seqlens[{b}] = {length}")
+            fail(f"cache_leftpad[{b}]", leftpad, f"from 0 to cache_seqlens[{b}] = {length}")
 
 
 def check_bounds(name: str, bounds: Tensor, total: int, total_name: str) -> None:
     """Raise unless `bounds` start at 0, never decrease, and end at `total` or less."""
     values = bounds.tolist()
     if values[0] != 0:
-        fail(f"{name}[0]", f"is {values[0]}", "0")
+        fail(f"{name}[0]", values[0], "0")
     for i, (before, after) in enumerate(itertools.pairwise(values), start=1):
         if after < before:
-            fail(f"{name}[{i}]", f"is {after}, below {before} before it", "nondecreasing bounds")
+            fail(f"{name}[{i}]", after, f"at least the entry before it, {before}")
     if values[-1] > total:
-        fail(f"{name}[-1]", f"is {values[-1]}", f"at most {total_name} = {total}")
+        fail(f"{name}[-1]", values[-1], f"at most {total_name} = {total}")
 
 
 def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
@@ -116,8 +117,8 @@ def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
     longest = max((n + new for n, new in zip(lengths, counts, strict=True) if n >= 0), default=0)
     if longest > capacity:
         raise RuntimeError(
-            f"{OP}: cache_seqlens and the new tokens come to {longest}, past the end of the "
-            f"cache: its block_table (or its rows) has room for {capacity}"
+            f"{OP}(): expected cache_seqlens plus the new tokens to be at most {capacity}, the room"
+            f" of block_table (or of the cache's rows), got {longest}"
         )
 
 
@@ -129,13 +130,8 @@ def check_gradients(arguments: dict[str, Any]) -> None:
         return
     for name, x in arguments.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            allowed = "no requires_grad, or a call under torch.no_grad()"
-            fail(
-                name,
-                "requires grad, which a block table does not pass on",
-                allowed,
-                NotImplementedError,
-            )
+            problem = f"no gradient through a KV cache, and {name} requires grad"
+            checks.refuse(OP, problem, "call under torch.no_grad()")
 
 
 def check_attention(arguments: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 A pool is (slots, num_kv_heads, head_dim), and a request's row of `req_to_token` lists its slots.
 With SGLang's page_size 1 these are the pages, so that `req_to_token` is the block table; larger
-pages are consecutive slots. The host reads only tensors that SGLang has on the CPU.
+pages are consecutive slots. The host reads only tensors that SGLang has on the CPU. A step makes
+lengths and the table once for all layers; a layer copies nothing and returns the op's result.
+SGLang has no hook for a warm-up: call `torch_paged_attn.warmup` before it serves.
 """
 
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ class PagedAttnBackend(AttentionBackend):
         self.pool = runner.token_to_kv_pool
         self.page_size = getattr(self.pool, "page_size", 1)
         self.forward_metadata: Metadata | None = None
+        # layer -> its sinks, and the same in float32: SGLang's GPT-OSS has bfloat16
+        self._sinks: dict[int, tuple[Tensor, int, Tensor]] = {}
         if getattr(self.pool, "swa_layer_nums", 0) > 0:
             _refuse("a pool of its own for sliding windows", "--disable-hybrid-swa-memory")
 
@@ -109,13 +113,22 @@ class PagedAttnBackend(AttentionBackend):
             shared.cu_seqlens_q,
             seqused_k=shared.seqused_k,
             block_table=shared.block_table,
-            sinks=None if sinks is None else sinks.float(),  # SGLang's GPT-OSS has bfloat16
+            sinks=None if sinks is None else self._sinks_of(layer.layer_id, sinks),
             softmax_scale=layer.scaling,
             softcap=layer.logit_cap or 0.0,
             causal=causal,
             **options,
         )
         return out.flatten(1)
+
+    def _sinks_of(self, layer: int, sinks: Tensor) -> Tensor:
+        """A layer's sinks in float32, cast once."""
+        # inference tensors have no version
+        version = 0 if sinks.is_inference() else sinks._version
+        kept = self._sinks.get(layer)
+        if kept is None or kept[0] is not sinks or kept[1] != version:
+            kept = self._sinks[layer] = sinks, version, sinks.float()
+        return kept[2]
 
     def _pages(self, pool: Tensor) -> Tensor:
         """The pool as (num_pages, num_kv_heads, page_size, head_dim)."""
@@ -126,8 +139,7 @@ class PagedAttnBackend(AttentionBackend):
         return False
 
 
-def _refuse(came: str, allowed: str) -> None:
+def _refuse(feature: str, instead: str) -> None:
     raise NotImplementedError(
-        f"torch_paged_attn: {came} came from SGLang; --attention-backend paged_attn allows:"
-        f" {allowed}"
+        f"--attention-backend paged_attn does not support {feature} of SGLang: use {instead}"
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops.checks import storage_fault
+from torch_paged_attn.ops.checks import fail, storage_fault
 
 
 def readable(x: Tensor) -> bool:
@@ -27,8 +27,7 @@ def check_storages(function: str, **arguments: Any) -> None:
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     for name, x in arguments.items():
         if isinstance(x, Tensor) and not is_wrapped(x) and (fault := storage_fault(x)):
-            came, allowed = fault
-            raise ValueError(f"{function}: {name} {came}; allowed: {allowed}")
+            fail(function, name, *fault)
 
 
 def with_whole_rows(function: str, name: str, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Attention in a step of Transformers' `generate_batch`, over the pages that Transformers keeps."""
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +13,35 @@ from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 def rows(x: Tensor) -> Tensor:
     """(batch, heads, length, head_dim) as (tokens, heads, head_dim)."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def keep_pages(names: tuple[str, ...]) -> None:
+    """From 5.24 on a model hands its new keys and values to the cache before it calls attention,
+    and gets all keys of the step gathered. For models with one of these implementations the cache
+    stays as it is, and attention gets it, which then writes and reads its pages.
+    """
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    update: Any = PagedAttentionCache.update
+    takes_keywords = "kwargs" in inspect.signature(update).parameters
+    if not takes_keywords or hasattr(update, "torch_paged_attn"):
+        return
+
+    @functools.wraps(update)
+    def keep(
+        cache: Any,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        if cache.config._attn_implementation not in names:
+            return update(cache, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = cache
+        return key_states, value_states
+
+    keep.torch_paged_attn = True  # type: ignore[attr-defined]
+    setattr(PagedAttentionCache, "update", keep)  # noqa: B010
 
 
 def continuous(

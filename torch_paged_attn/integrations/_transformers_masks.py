@@ -1,12 +1,15 @@
 """Attention masks of Transformers in a short form, without a (queries, keys) tensor if possible."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from inspect import getclosurevars
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from torch_paged_attn.integrations._transformers_short import ShortMask
 
 # Mask functions by the names of what makes them in transformers.masking_utils
 CAUSAL = ({"causal_mask_function"}, {"causal_mask_function", "sliding_window_overlay"})
@@ -31,15 +34,16 @@ def make_mask(
 
     Arguments are those of Transformers' own mask interfaces. Query i has position `q_offset + i`,
     key j `kv_offset + j`; attention_mask (batch, seen tokens) is False where a token is padding.
+    The host reads a tensor once if there is an attention_mask or a `q_offset` on the device, and
+    once more if tokens are padding.
 
     Returns one of:
-        None: queries see every key that the layer's causal mask and window leave.
-        (batch, keys) bool: False for padding; the last `q_length` keys are the queries. Keys past
-            the last column are not written yet.
-        cu_seqlens (num_sequences + 1,) int32: the batch's rows are packed sequences.
-        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen. The layer's
-            causal mask and window do not apply.
+        ShortMask: what the mask function shows, and which tokens are padding. It alone decides: the
+            layer's causal mask and window do not apply.
+        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen.
         The same as numbers that are added to the logits, for models that compute with those.
+        Under torch.compile also None, a (batch, keys) mask of padding, or cu_seqlens of packed
+            rows. The layer's own causal mask and window apply.
 
     Raises:
         NotImplementedError: the config's models do not attend by an attn_implementation.
@@ -48,7 +52,7 @@ def make_mask(
 
     mask_function = mask_function or causal_mask_function
 
-    def all_pairs(make: Callable[..., Tensor | None] = sdpa_mask) -> Tensor | None:
+    def all_pairs(make: Callable[..., Tensor | None] = sdpa_mask) -> Tensor:
         call: dict[str, Any] = {
             "batch_size": batch_size,
             "q_length": q_length,
@@ -60,50 +64,131 @@ def make_mask(
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
-        return make(**(options | call))
+        mask = make(**(options | call))
+        assert mask is not None  # since nothing may be skipped
+        return mask
 
-    wants = _wanted_mask(type(options["config"])) if "config" in options else COMPACT
+    config_class = type(options["config"]) if "config" in options else None
+    wants = COMPACT if config_class is None else _wanted_mask(config_class)
     if wants == OWN:
         raise NotImplementedError(
             f"torch_paged_attn: models of {type(options['config']).__name__} attend by formulas of"
-            " their own, which no attn_implementation replaces; allowed:"
+            " their own, which no attn_implementation replaces; use"
             " attn_implementation='eager'"
         )
     if wants == ADDED:
         return all_pairs(eager_mask)
     if wants == PAIRS:
         return all_pairs()
+    sizes = batch_size, q_length, kv_length, kv_offset
     if torch.compiler.is_compiling():
-        pattern = _pattern_of_arguments(mask_function, options)
-        values_matter = attention_mask is not None or isinstance(q_offset, Tensor)
-    else:
-        pattern, packed = _pattern(mask_function)
-        if packed is not None and pattern in CAUSAL:
-            return _cu_seqlens_of_rows(packed)
-        values_matter = isinstance(q_offset, Tensor) and q_length == 1  # a static cache's decode
-    if values_matter:  # the short forms would read the values, and wait for the device
+        if config_class is not None and not _layers_know(config_class):
+            return all_pairs()
+        return _in_a_graph(*sizes, q_offset, mask_function, attention_mask, options, all_pairs)
+
+    parts = _parts(mask_function)
+    pattern, window = parts.names, parts.window
+    if pattern == CHUNKED and kv_offset + kv_length <= options["local_size"]:
+        pattern = {"causal_mask_function"}
+    is_causal = pattern in CAUSAL
+    # queries beside a window of both directions have to be those of the keys
+    has_form = is_causal or (pattern in BIDIRECTIONAL and (window is None or q_length == kv_length))
+    if not has_form or _cannot_wait(q_offset, attention_mask):
         return all_pairs()
+    if parts.packed is not None:
+        if not is_causal:
+            return all_pairs()
+        written, keys, cu_seqlens = kv_length, None, _cu_seqlens_of_rows(parts.packed)
+    else:
+        written, keys = _written_keys(*sizes, q_offset if is_causal else None, attention_mask)
+        cu_seqlens = None
+    reach = -1
+    if window is not None:
+        reach = window - 1 if is_causal else window
+        if reach < 0:
+            return all_pairs()  # no key is seen
+    size = batch_size, 1, q_length, kv_length
+    device = _device_of(options, q_offset, attention_mask)
+    mask = ShortMask.of(all_pairs, size, device, is_causal, reach, written, keys, cu_seqlens)
+    if keys is not None and window is not None and mask.ranges() is None:
+        return all_pairs()  # a window counts hidden keys too
+    return mask
+
+
+def _device_of(options: dict[str, Any], *tensors: Any) -> Any:
+    found = [x.device for x in tensors if isinstance(x, Tensor)]
+    return options.get("device", found[0] if found else "cpu")
+
+
+def _cannot_wait(*values: Any) -> bool:
+    """Whether the host would have to read one of the values, and may not: a CUDA graph is being
+    captured."""
+    if not any(isinstance(x, Tensor) for x in values) or not torch.cuda.is_available():
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _written_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int,
+    q_offset: int | Tensor | None,
+    attention_mask: Tensor | None,
+) -> tuple[int, Tensor | None]:
+    """How many of the cache's keys are written, and (batch, written) bool: False for those that are
+    padding; None if none is. q_offset None: all keys are written.
+    """
+    is_read = isinstance(q_offset, Tensor)
+    whole = True
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        is_whole = attention_mask.all()
+        if is_read:  # both at once: the host waits for the device
+            offset = torch.as_tensor(q_offset).reshape(()).to(is_whole.device)
+            whole, q_offset = torch.stack([is_whole.long(), offset.long()]).tolist()
+        else:
+            whole = bool(is_whole)
+    written = kv_length
+    if q_offset is not None:
+        written = min(kv_length, int(q_offset) + q_length - kv_offset)
+    if attention_mask is None or (whole and attention_mask.shape[1] >= written):
+        return written, None
+    keys = _padded_to(attention_mask, written)
+    is_cut = keys.shape[1] < attention_mask.shape[1]
+    return written, None if is_cut and bool(keys.all()) else keys
+
+
+def _in_a_graph(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int,
+    q_offset: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+    all_pairs: Callable[[], Tensor],
+) -> Tensor | None:
+    """The mask while torch.compile traces the model: no value is read."""
+    if attention_mask is not None or isinstance(q_offset, Tensor):
+        return all_pairs()
+    pattern = _pattern_of_arguments(mask_function, options)
     may_be_packed = pattern in CAUSAL and mask_function.__name__ == "and_mask"
-    if torch.compiler.is_compiling() and may_be_packed and q_length == kv_length:
+    if may_be_packed and q_length == kv_length:
         return _cu_seqlens_of_neighbours(mask_function, batch_size, q_length, options)
     if pattern == CHUNKED and kv_offset + kv_length <= options["local_size"]:
         pattern = {"causal_mask_function"}
-
-    written = kv_length
     if pattern in CAUSAL:
-        written = min(kv_length, int(q_offset) + q_length - kv_offset)
-    elif pattern not in BIDIRECTIONAL or (len(pattern) > 1 and q_length != kv_length):
-        return all_pairs()
-    keys = _keys(attention_mask, kv_offset, written)
-    if pattern == {"bidirectional_mask_function"}:
-        if keys is None:
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
-        return keys[:, None, None]  # the queries may be those of another sequence
-    if keys is not None and len(pattern) > 1 and _has_holes(keys):
-        return all_pairs()  # a window counts hidden keys too
-    if keys is None and written < kv_length:
+        written = min(kv_length, q_offset + q_length - kv_offset)
+        if written == kv_length:
+            return None
         return torch.ones(batch_size, written, dtype=torch.bool, device=options.get("device"))
-    return keys
+    if pattern not in BIDIRECTIONAL or (len(pattern) > 1 and q_length != kv_length):
+        return all_pairs()
+    if len(pattern) > 1:
+        return None
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
 
 
 # What a model does with a mask before attention sees it: nothing, formulas of bools or of numbers
@@ -144,22 +229,55 @@ def _subclasses(kind: type) -> set[Any]:
     return found.union(*map(_subclasses, found))
 
 
-def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:
-    """The names of the functions that a mask function combines with `and`; and if rows are packed,
-    the number of each token's sequence, (batch, tokens), else None.
+@torch.compiler.assume_constant_result
+def _layers_know(config_class: type) -> bool:
+    """Whether the layers of a config's models apply by themselves what their masks say, and take a
+    mask as it is. Asked under torch.compile only, where masks in a short form are plain tensors.
     """
+    return _search_layers_know(config_class)
+
+
+@functools.cache
+def _search_layers_know(config_class: type) -> bool:
+    from transformers import PreTrainedModel
+
+    for model in _subclasses(PreTrainedModel):
+        if model.config_class is not config_class:
+            continue
+        source = inspect.getsource(inspect.getmodule(model) or model)
+        is_any_causal = "is_causal: bool = False" not in source or "is_causal=True" in source
+        has_windows = "create_sliding_window_causal_mask" in source
+        windows_are_passed = not has_windows or "sliding_window=" in source
+        # Gemma 4 cuts queries off masks
+        if not is_any_causal or not windows_are_passed or "kv_shared_inputs" in source:
+            return False
+    return True
+
+
+class Parts(NamedTuple):
+    """What a mask function combines with `and`."""
+
+    names: set[str]  # of the functions
+    packed: Tensor | None = None  # the number of each token's sequence, (batch, tokens)
+    window: int | None = None  # the number that a window's function has
+
+
+def _parts(mask_function: Callable[..., Any]) -> Parts:
     name = mask_function.__qualname__.partition(".")[0]
     if mask_function.__module__ != "transformers.masking_utils":
-        return {f"{mask_function.__module__}.{name}"}, None
+        return Parts({f"{mask_function.__module__}.{name}"})
+    closure = getclosurevars(mask_function).nonlocals
     if name == "and_masks":
-        parts = map(_pattern, getclosurevars(mask_function).nonlocals["mask_functions"])
-        names, packed = zip(*parts, strict=True)
-        return set().union(*names), next((p for p in packed if p is not None), None)
+        parts = list(map(_parts, closure["mask_functions"]))
+        packed = next((x.packed for x in parts if x.packed is not None), None)
+        windows = [x.window for x in parts if x.window is not None]
+        names = set().union(*(x.names for x in parts))
+        return Parts(names, packed, min(windows) if windows else None)
     if name == "packed_sequence_mask_function":
-        return set(), getclosurevars(mask_function).nonlocals["packed_sequence_mask"]
+        return Parts(set(), closure["packed_sequence_mask"])
     if name == "remap_positions_for_packed_sequence":  # does not change masks within a sequence
-        return _pattern(getclosurevars(mask_function).nonlocals["mask_function"])
-    return {name}, None
+        return _parts(closure["mask_function"])
+    return Parts({name}, None, closure.get("sliding_window"))
 
 
 def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, Any]) -> set[str]:
@@ -177,18 +295,9 @@ def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, 
     return CHUNKED
 
 
-def _keys(attention_mask: Tensor | None, kv_offset: int, length: int) -> Tensor | None:
-    """(batch, length) bool: False for keys from kv_offset on that are padding. None if none is."""
-    if attention_mask is None:
-        return None
-    keys = attention_mask[:, kv_offset : kv_offset + length].bool()
-    keys = torch.nn.functional.pad(keys, (0, length - keys.shape[1]))
-    return None if keys.all() else keys
-
-
-def _has_holes(keys: Tensor) -> bool:
-    """Whether a masked key lies between two visible ones, in any row."""
-    return bool((keys.int().diff() == 1).sum(1).add(keys[:, 0]).gt(1).any())
+def _padded_to(keys: Tensor, length: int) -> Tensor:
+    """(batch, length): the first columns of keys, and False for those that it does not have."""
+    return torch.nn.functional.pad(keys[:, :length], (0, max(length - keys.shape[1], 0)))
 
 
 def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """vLLM's attention backend CUSTOM: its classes, which vLLM calls, and the metadata of a step.
 
 vLLM's cache is (num_blocks, num_kv_heads, block_size, 2 * head_dim), keys and then values in the
-last dimension, with any strides. Both halves are paged caches for the ops, without a copy.
+last dimension, with any strides. Both halves are paged caches for the ops, without a copy, and the
+result goes straight into vLLM's output: a layer of a step is one call of `flash_varlen_out`, after
+one of `reshape_and_cache`, and nothing else.
 """
 
 import dataclasses
@@ -20,7 +22,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-from torch_paged_attn.ops import flash_varlen, reshape_and_cache
+from torch_paged_attn.integrations import _vllm_warmup
+from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
 
 # vLLM's name of an 8-bit cache format -> dtype; vLLM allocates these caches as uint8
 FLOAT8 = {
@@ -36,6 +39,8 @@ class PagedAttentionBackend(AttentionBackend):
 
     # `do_kv_cache_update` writes the cache
     forward_includes_kv_cache_update = False
+    # decoders read key and value from the cache alone, so that a fused op may have written it
+    supports_kv_cache_update_bypass = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8]
 
@@ -91,16 +96,29 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Makes `Metadata` of vLLM's metadata. Nothing is computed, and the host reads no tensor."""
+    """Makes `Metadata` of vLLM's metadata. Nothing is computed, and the host reads no tensor.
+
+    vLLM makes one for each group of layers when it starts, before it captures graphs: on a GPU,
+    kernels are compiled then (`_vllm_warmup.py`).
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
+    requires_block_table_width = True
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+        _vllm_warmup.warm_up_layers(
+            vllm_config, layer_names, kv_cache_spec, block_table_width, self.is_cross, device
+        )
 
     def build(
         self,
@@ -111,8 +129,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
             raise NotImplementedError(
-                "torch_paged_attn: causal came as a tensor, one for each request; allowed: one for"
-                " all, so no drafting that mixes both"
+                "torch_paged_attn: steps that mix causal and non-causal requests are not supported:"
+                " use a draft model whose requests are all causal"
             )
         return Metadata(
             common.num_actual_tokens,
@@ -152,6 +170,8 @@ class PagedAttention(AttentionImpl[Metadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
+        # of an 8-bit cache
+        self.cache_dtype = FLOAT8.get(kv_cache_dtype)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -185,7 +205,8 @@ class PagedAttention(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of query (tokens, num_heads, head_dim) to output.
+        """Write the attention of query (tokens, num_heads, head_dim) to output, which has query's
+        dtype, and rows of as many numbers.
 
         key, value: (tokens, num_kv_heads, head_dim), which are in the cache already, except in
             encoders, which have no cache
@@ -195,7 +216,7 @@ class PagedAttention(AttentionImpl[Metadata]):
             ("output_block_scale", output_block_scale),
         ):
             if scale is not None:
-                raise NotImplementedError(f"torch_paged_attn: {name} came; allowed: none")
+                raise NotImplementedError(f"torch_paged_attn: {name} is not supported")
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()
         given = attn_metadata
@@ -218,8 +239,8 @@ class PagedAttention(AttentionImpl[Metadata]):
             }
             if k.dtype.itemsize == 1:
                 options |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
-        out, _ = flash_varlen(query[:tokens], k, v, **options)
-        output[:tokens].view(out.shape).copy_(out)
+        out = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        flash_varlen_out(out, query[:tokens], k, v, **options)
         return output
 
     def do_kv_cache_update(
@@ -234,7 +255,7 @@ class PagedAttention(AttentionImpl[Metadata]):
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the keys and values, (num_blocks, num_kv_heads, block_size, head_dim)."""
-        if (dtype := FLOAT8.get(self.kv_cache_dtype)) is not None:
-            kv_cache = kv_cache.view(dtype)
+        if self.cache_dtype is not None:
+            kv_cache = kv_cache.view(self.cache_dtype)
         k, v = kv_cache.split(self.head_size, -1)
         return k, v

@@ -46,7 +46,7 @@ def register() -> None:
             return
         raise RuntimeError(
             f"torch_paged_attn.integrations.diffusers: diffusers {version} has a backend {NAME!r}"
-            f" of {getattr(taken, '__module__', 'another package')}; allowed: nobody's"
+            f" of {getattr(taken, '__module__', 'another package')} already"
         )
     if not all(hasattr(registry, x) for x in ("_backends", "_supported_arg_names", "register")):
         raise RuntimeError(
@@ -82,21 +82,22 @@ def attention(
 
     query: (batch, L, num_heads, head_dim)
     key, value: (batch, S, num_kv_heads, head_dim), (..., head_dim_v)
-    attn_mask: broadcastable to (batch, num_heads, L, S), bool or added to the scores
+    attn_mask: (batch, S), or broadcastable to (batch, num_heads, L, S); bool or added to the
+        scores. Two dimensions are (batch, S) if that fits, as in diffusers' native backend
 
     Returns (batch, L, num_heads, head_dim_v); with return_lse also (batch, L, num_heads) float32.
     """
     if _parallel_config is not None:
         raise NotImplementedError(
-            f"torch_paged_attn: _parallel_config came; {NAME!r} in diffusers allows: None"
+            f"torch_paged_attn: the backend {NAME!r} does not support _parallel_config"
         )
     if attn_mask is not None and is_causal:
-        raise ValueError(
-            "torch_paged_attn: attn_mask came with is_causal; allowed in diffusers: one of them"
-        )
+        raise ValueError("torch_paged_attn: expected attn_mask or is_causal, got both")
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, queries, heads = query.shape[:3]
     options: dict[str, Any] = {}
+    if attn_mask is not None and attn_mask.shape == (batch, key.shape[1]):
+        attn_mask = attn_mask[:, None, None]
     if is_causal and queries != key.shape[1]:
         # SDPA's causal mask is aligned to the top left, the op's to the bottom right
         attn_mask = torch.ones(queries, key.shape[1], dtype=torch.bool, device=query.device).tril()

@@ -32,7 +32,7 @@ def register() -> None:
     if taken is not None:
         raise RuntimeError(
             f"torch_paged_attn.integrations.sglang: SGLang has an attention backend {NAME!r} of"
-            f" {taken.__module__}; allowed: nobody's"
+            f" {taken.__module__} already"
         )
     register_attention_backend(NAME)(create)
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:

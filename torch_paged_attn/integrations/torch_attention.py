@@ -74,7 +74,7 @@ def forward(
     """
     if return_debug_mask:
         raise NotImplementedError(
-            "aten::_flash_attention_forward: return_debug_mask is True; PAGED_ATTN allows: False"
+            "aten::_flash_attention_forward: PAGED_ATTN does not support return_debug_mask=True"
         )
     rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if dropout_p > 0:

@@ -16,8 +16,8 @@ always supported.
 Under continuous batching, full-attention layers use Transformers' own pages: new keys and values
 are written by slot, and attention reads them through a block table. Sliding-window layers keep
 Transformers' ring buffer, which Transformers gathers. The host reads tensors only where
-Transformers' flash-attention path does so, too: padding masks, and the positions of a row that may
-be packed. Works with Transformers 5.17 to 5.23.
+Transformers' flash-attention path does so, too, and once for all layers: padding masks, and the
+positions of a row that may be packed. Works with Transformers 5.17 to 5.24.
 """
 
 from typing import Any
@@ -25,11 +25,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.integrations._arguments import asks_gradient
-from torch_paged_attn.integrations._transformers_batching import continuous, rows
+from torch_paged_attn.integrations._constants import multiples, repeated
+from torch_paged_attn.integrations._transformers_batching import continuous, keep_pages, rows
+from torch_paged_attn.integrations._transformers_dense import (
+    attend_dense,
+    attend_rows,
+    attend_short,
+)
+from torch_paged_attn.integrations._transformers_keywords import (
+    IGNORED,
+    listed_mask,
+    refuse_unknown,
+    with_sinks,
+)
 from torch_paged_attn.integrations._transformers_masks import make_mask
+from torch_paged_attn.integrations._transformers_short import ShortMask
 from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen
+
+__all__ = ["BATCH_NAME", "IGNORED", "NAME", "attention_forward", "make_mask", "register", "use"]
 
 NAME = "torch_paged_attn"
 
@@ -51,6 +65,7 @@ def register() -> None:
     for name in (NAME, f"paged|{NAME}", BATCH_NAME):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, make_mask)
+    keep_pages((NAME, f"paged|{NAME}", BATCH_NAME))
 
 
 def use(model: Any) -> Any:
@@ -86,6 +101,9 @@ def attention_forward(
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     cache: Any = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers' models call it.
@@ -93,16 +111,29 @@ def attention_forward(
     query: (batch, num_heads, Lq, head_dim)
     key, value: (batch, num_kv_heads, Lk, head_dim), all keys of the cache; under continuous
         batching the new ones
+    s_aux: (num_heads,), a logit of each head that belongs to no key
+    sinks: (batch, num_heads, Lq, 1), the same for each query
+    indices: (batch, Lq, n) keys that a query may see, of those that the mask shows; -1 names none
+    block_indices: (batch, groups of heads, Lq, n), the same of blocks of keys
 
     Returns (batch, Lq, num_heads, head_dim_v) and None in place of attention weights.
+
+    Raises:
+        NotImplementedError: a keyword that is not known, and not in `IGNORED`.
     """
-    mask_dim = None if attention_mask is None else attention_mask.dim()
-    if attention_mask is not None and mask_dim not in (1, 2, 4):
+    refuse_unknown(kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if indices is not None or block_indices is not None:
+        lists = indices, block_indices
+        attention_mask = listed_mask(module, query, key, attention_mask, causal, *lists)
+    short = attention_mask if isinstance(attention_mask, ShortMask) else None
+    mask_dim = None if attention_mask is None or short is not None else attention_mask.dim()
+    if attention_mask is not None and mask_dim not in (None, 1, 2, 4):
         raise ValueError(
             "torch_paged_attn: attention_mask must have 2 or 4 dimensions in Transformers, got "
             f"shape {tuple(attention_mask.shape)}"
         )
-    if sliding_window is not None and sliding_window < 1 and mask_dim != 4:
+    if sliding_window is not None and sliding_window < 1 and mask_dim != 4 and short is None:
         # in Transformers such a layer sees no key, and its result is 0; the op's window of -1 would
         # be unbounded
         batch, heads, length, _ = query.shape
@@ -111,7 +142,7 @@ def attention_forward(
     options = {
         "sinks": None if s_aux is None else s_aux.float(),
         "softmax_scale": scaling,
-        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        "causal": causal,
         "window_size_left": window,
         "window_size_right": window,
         "softcap": softcap or 0.0,
@@ -120,13 +151,15 @@ def attention_forward(
         # from torch's generator, whose state activation checkpointing restores
         rng_state = torch.randint(2**62, (2,), device=query.device)
         options |= {"dropout_p": dropout, "rng_state": rng_state}
-    if position_bias is not None:
-        if mask_dim == 1 or cu_seq_lens_q is not None or cache is not None:
+    if position_bias is not None or sinks is not None:
+        is_packed = mask_dim == 1 or (short is not None and short.cu_seqlens is not None)
+        if is_packed or cu_seq_lens_q is not None or cache is not None:
             raise NotImplementedError(
-                "torch_paged_attn: position_bias came with packed rows; allowed in Transformers:"
-                " rows of one sequence each, without generate_batch"
+                "torch_paged_attn: position_bias is not supported with packed rows: use rows of one"
+                " sequence each, without generate_batch"
             )
-        out = _biased(query, key, value, attention_mask, position_bias, options)
+        mask = attention_mask if short is None else short.full()
+        out = _biased(query, key, value, mask, position_bias, sinks, options)
     elif cache is not None:
         out = continuous(
             module.layer_idx,
@@ -139,15 +172,27 @@ def attention_forward(
             kwargs,
             options,
         )
+    elif short is not None:
+        cu_seqlens = cu_seq_lens_q
+        if short.keys is not None:
+            cu_seqlens = None
+        elif cu_seqlens is None and short.causal and short.cu_seqlens is None:
+            cu_seqlens = short.once(lambda: _packed_row(query, key, position_ids))
+        if cu_seqlens is not None:
+            windows = {"window_size_left": short.window, "window_size_right": short.window}
+            options = options | windows | {"causal": short.causal}
+            out = _packed(query, key, value, cu_seqlens, cu_seq_lens_k, options)
+        else:
+            out = attend_short(query, key, value, short, options)
     elif cu_seq_lens_q is not None and attention_mask is not None and _shows_all(attention_mask):
         options = options | MASK_SAYS_ALL
         out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
     elif attention_mask is not None and mask_dim == 4:
         if cu_seq_lens_q is not None and not options["causal"]:  # a causal mask has them in it
             raise NotImplementedError(
-                "torch_paged_attn: cu_seq_lens_q came with a mask of keys, which knows no"
-                " sequences; allowed in Transformers: packed rows of encoders that flash-attn can"
-                " serve, without padding"
+                "torch_paged_attn: cu_seq_lens_q is not supported with a mask of keys, which knows"
+                " no sequences: use packed rows of encoders that flash-attn can serve, without"
+                " padding"
             )
         out = _masked(query, key, value, attention_mask, options)
     elif attention_mask is not None and mask_dim == 2:
@@ -198,43 +243,9 @@ def _packed(
     return flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
 
-def _equal_rows(x: Tensor) -> Tensor:
-    """cu_seqlens of a batch whose rows are full."""
-    batch, _, length, _ = x.shape
-    return length * torch.arange(batch + 1, dtype=torch.int32, device=x.device)
-
-
 def _dense(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     """Sequences of one length without padding."""
-    if query.shape[2] == key.shape[2]:
-        return _packed(query, key, value, _equal_rows(query), None, options)
-    lengths = torch.full((len(key),), key.shape[2], dtype=torch.int32, device=key.device)
-    return _paged(query, key, value, lengths, options)
-
-
-def _paged(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Attention to the first `lengths` (batch,) keys of each row, where key and value are
-    (batch, heads, length, head_dim). Each row is one page, so that nothing is copied; if a gradient
-    is needed, keys are packed instead, because paged keys have none.
-    """
-    extra = (options.get("attn_bias"), options.get("sinks"))
-    if any(asks_gradient(query, key, value, x) for x in extra):
-        q, k, v = rows(query), rows(key), rows(value)
-        bounds = _equal_rows(query), _equal_rows(key)
-        return flash_varlen(q, k, v, *bounds, seqused_k=lengths, **options)[0]
-    pages = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
-    return flash_varlen(
-        rows(query),
-        key,
-        value,
-        _equal_rows(query),
-        None,
-        seqused_k=lengths,
-        block_table=pages,
-        **options,
-    )[0]
+    return attend_dense(query, key, value, key.shape[2], options)
 
 
 def _shows_all(attention_mask: Tensor) -> bool:
@@ -255,7 +266,8 @@ def _masked(
         keys = attention_mask[:, 0, 0].expand(batch, -1)
         k, v = (x.transpose(1, 2)[:, : keys.shape[1]][keys] for x in (key, value))
         cu_seqlens_k = _cu_seqlens(keys.sum(1))
-        return flash_varlen(rows(query), k, v, _equal_rows(query), cu_seqlens_k, **options)[0]
+        cu_seqlens_q = multiples(query_len, batch, query)
+        return flash_varlen(rows(query), k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
     return _over_pairs(query, key, value, attention_mask, options)
 
 
@@ -264,13 +276,20 @@ def _biased(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    position_bias: Tensor,
+    position_bias: Tensor | None,
+    sinks: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Attention with `position_bias` (batch or 1, num_heads or 1, Lq, Lk), which may be learned,
-    and a mask of `make_mask`.
+    a sink of each query, (batch, num_heads, Lq, 1), and a mask of `make_mask`.
     """
     hidden = float("-inf")
+    query_len, key_len = query.shape[2], key.shape[2]
+    if sinks is not None and attention_mask is None and options["causal"]:
+        seen = torch.ones(query_len, key_len, dtype=torch.bool, device=key.device)
+        attention_mask = seen.tril(key_len - query_len)[None, None]
+    if position_bias is None:
+        position_bias = query.new_zeros(1, 1, query_len, key_len)
     if attention_mask is None:
         bias = position_bias
     elif attention_mask.dim() == 2:  # a static cache is longer than its written part
@@ -284,6 +303,9 @@ def _biased(
             bias = torch.where(attention_mask, position_bias, hidden)
         else:
             bias = position_bias + attention_mask
+    if sinks is not None:
+        key, value, bias = with_sinks(key, value, bias, sinks)
+        options = options | MASK_SAYS_ALL
     return _over_pairs(query, key, value, bias, options)
 
 
@@ -295,13 +317,14 @@ def _over_pairs(
     bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
     options = options | {"attn_bias": bias}
     if query_len == key.shape[2]:
-        return _packed(query, key, value, _equal_rows(query), None, options)
+        bounds = multiples(query_len, batch, query)
+        return _packed(query, key, value, bounds, None, options)
     if attention_mask.dtype == torch.bool:  # the rest of a static cache is not written yet
         positions = torch.arange(1, 1 + bias.shape[2], dtype=torch.int32, device=key.device)
         lengths = (attention_mask.expand(batch, -1, -1, -1) * positions).amax((1, 2, 3)).int()
     else:
-        lengths = torch.full((batch,), bias.shape[2], dtype=torch.int32, device=key.device)
-    return _paged(query, key, value, lengths, options)
+        lengths = repeated(bias.shape[2], batch, key)
+    return attend_rows(query, key, value, lengths, options)
 
 
 def _padded(

@@ -3,35 +3,55 @@
 Of the backends only the CPU's compiled library is loaded, if it was built.
 """
 
+from typing import TYPE_CHECKING
+
 from torch_paged_attn.ops import _flops, _library, paths
 from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: the import
 from torch_paged_attn.ops import append_slots as append_slots  # registers the operator
-from torch_paged_attn.ops.blocksparse import blocksparse
-from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
-from torch_paged_attn.ops.flash_varlen import flash_varlen
-from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
+
+if TYPE_CHECKING:  # the whole signatures, for type checkers and editors (tools/stubs.py)
+    from torch_paged_attn.ops._typed import (
+        blocksparse,
+        blocksparse_backward,
+        flash_varlen,
+        flash_varlen_backward,
+        flash_varlen_out,
+        select_keys,
+        selected_attention,
+        selected_attention_backward,
+        selected_mass,
+    )
+else:
+    from torch_paged_attn.ops.blocksparse import blocksparse
+    from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
+    from torch_paged_attn.ops.flash_varlen import flash_varlen
+    from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
+    from torch_paged_attn.ops.flash_varlen_out import flash_varlen_out
+    from torch_paged_attn.ops.select_keys import select_keys
+    from torch_paged_attn.ops.selected_attention import selected_attention
+    from torch_paged_attn.ops.selected_attention_backward import selected_attention_backward
+    from torch_paged_attn.ops.selected_mass import selected_mass
+
 from torch_paged_attn.ops.merge_states import merge_states
 from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
-from torch_paged_attn.ops.select_keys import select_keys
-from torch_paged_attn.ops.selected_attention import selected_attention
-from torch_paged_attn.ops.selected_attention_backward import selected_attention_backward
-from torch_paged_attn.ops.selected_mass import selected_mass
 
 _library.bind_backends()
-blocksparse = paths.profiled("blocksparse", blocksparse)
-blocksparse_backward = paths.profiled("blocksparse_backward", blocksparse_backward)
-flash_varlen = paths.profiled("flash_varlen", flash_varlen)
-flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
+if not TYPE_CHECKING:
+    blocksparse = paths.profiled("blocksparse", blocksparse)
+    blocksparse_backward = paths.profiled("blocksparse_backward", blocksparse_backward)
+    flash_varlen = paths.profiled("flash_varlen", flash_varlen)
+    flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
+    flash_varlen_out = paths.profiled("flash_varlen_out", flash_varlen_out)
+    select_keys = paths.profiled("select_keys", select_keys)
+    selected_attention = paths.profiled("selected_attention", selected_attention)
+    selected_attention_backward = paths.profiled(
+        "selected_attention_backward", selected_attention_backward
+    )
+    selected_mass = paths.profiled("selected_mass", selected_mass)
 merge_states = paths.profiled("merge_states", merge_states)
 merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
 reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
-select_keys = paths.profiled("select_keys", select_keys)
-selected_attention = paths.profiled("selected_attention", selected_attention)
-selected_attention_backward = paths.profiled(
-    "selected_attention_backward", selected_attention_backward
-)
-selected_mass = paths.profiled("selected_mass", selected_mass)
 _flops.register_flops()
 
 __all__ = [
@@ -39,6 +59,7 @@ __all__ = [
     "blocksparse_backward",
     "flash_varlen",
     "flash_varlen_backward",
+    "flash_varlen_out",
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",

@@ -20,7 +20,7 @@ from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.backward_call import BackwardCall
 
 COUNTER = "torch.utils.flop_counter"
-OPS = "flash_varlen", "blocksparse", "selected_attention"
+OPS = "flash_varlen", "flash_varlen_out", "blocksparse", "selected_attention"
 
 
 def flops(call: AttentionCall) -> int:
@@ -108,8 +108,8 @@ def _register() -> None:
             (op, flops, AttentionCall),
             (f"{op}_backward", backward_flops, BackwardCall),
         ):
-            packet = getattr(torch.ops.paged_attn, name)
-            if packet not in flop_registry:
+            packet = getattr(torch.ops.paged_attn, name, None)
+            if packet is not None and packet not in flop_registry:
                 register = register_flop_formula(packet, get_raw=True)
                 register(formula(count, getattr(call, op)))
 

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_paged_attn.ops.checks import refuse
+
 # dispatch keys that are active only for wrapped tensors or under a dispatch mode
 WRAPPING_KEYS = "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"
 # dispatch keys of a call of `<op>_gated` in inference mode, or from below autograd
 BELOW_AUTOGRAD = "Python", "CompositeExplicitAutograd"
 
-ALLOWED = "no requires_grad, or a call under torch.no_grad()"
+INSTEAD = "call under torch.no_grad()"
 
 
 class Derivative(Protocol):
@@ -78,9 +80,10 @@ class OnceDifferentiable:
     def backward(
         self, ctx: Any, needed: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError(
-            f"paged_attn::{self.op}: a gradient of its results came, which are gradients"
-            " themselves; allowed: a loss without gradients in it"
+        refuse(
+            self.op,
+            "double backward is not supported",
+            "compute the gradient without create_graph, or a loss without gradients in it",
         )
 
 
@@ -152,6 +155,7 @@ class Gate:
     ) -> None:
         packet, _, overload = name.partition(".")
         self.op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
+        self.name = packet  # in errors
         self.check, self.derivative = check, derivative
         arguments = self.op._schema.arguments
         self.takes_lists = any("List[Tensor]" in str(a.type) for a in arguments)
@@ -257,12 +261,9 @@ class Gate:
     def refuse_gradients(
         self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        name = self.op._schema.name
         if self.derivative is None:
-            raise NotImplementedError(
-                f"{name}: {required[0]} requires grad, and the operator has no derivative;"
-                f" allowed: {ALLOWED}"
-            )
+            problem = f"{required[0]} requires grad, and the operator has no gradient"
+            refuse(self.name, problem, INSTEAD)
         self.check(*args, **options)
         self.derivative.check(required, args, options)
 
@@ -272,15 +273,14 @@ class Gate:
             return
         for name, x in self.named_tensors(args):
             if _has_tangent(x):
-                raise NotImplementedError(
-                    f"{self.op._schema.name}: {name} carries a tangent of forward-mode AD, and no"
-                    " operator has such a derivative; allowed: its primal"
-                )
+                problem = f"{name} has a tangent, and there is no forward-mode AD"
+                refuse(self.name, problem, "use reverse mode")
 
     def refuse_vmap(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{self.op._schema.name}: vmap came, and the operator writes into its arguments;"
-            " allowed: one call for all tokens, whose slots say where each goes"
+        refuse(
+            self.name,
+            "vmap is not supported, because the operator writes into its arguments",
+            "make one call for all tokens, with slot_mapping",
         )
 
     def bump_versions(self, args: tuple[Any, ...]) -> None:

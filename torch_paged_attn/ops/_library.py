@@ -15,13 +15,18 @@ from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
-from torch_paged_attn.ops.checks import fail, storage_fault
+from torch_paged_attn.ops.checks import fail, refuse, storage_fault
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
-ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
+ATTENTION = (
+    *("flash_varlen", "flash_varlen_out", "blocksparse"),
+    *("flash_varlen_backward", "blocksparse_backward"),
+)
+# ops that write into their arguments and that torch_xla's users call
+WRITING = ("reshape_and_cache", "flash_varlen_out")
 
 # op name -> its checks (of metadata, of values), in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
@@ -113,7 +118,7 @@ def bind_backends() -> None:
     if importlib.util.find_spec("torch_xla") is not None:
         for name in OPS:
             packet, _, overload = name.partition(".")
-            if packet == "reshape_and_cache":
+            if packet in WRITING:
                 # the op runs eagerly at a graph break, where Dynamo would trace its kernel
                 LIBRARY.impl(name, torch.compiler.disable(_lazy("XLA", name)), "Functionalize")
                 operator = getattr(torch.ops.paged_attn, packet)
@@ -139,7 +144,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     """
     backend, reason = serving(key)
     if backend is None:
-        raise NotImplementedError(f"paged_attn::{name}: {reason}")
+        refuse(name, reason)
     function = _function(backend, name)
     if name not in backend.announces:
         paths.announce(name, backend.name, f"its kernel for {key}")
@@ -154,7 +159,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
     for name, tensor in gate.named_tensors(args):
         if fault := storage_fault(tensor):
-            fail(gate.op._schema.name.removeprefix("paged_attn::"), name, *fault)
+            fail(gate.name, name, *fault)
 
 
 def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:
@@ -171,9 +176,7 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
         return backend.function(name)
     if name in COMPOSED:
         return COMPOSED[name]
-    raise NotImplementedError(
-        f"paged_attn::{name}: the {backend.name} backend does not have it yet"
-    )
+    refuse(name, f"not supported by the {backend.name} backend")
 
 
 def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:

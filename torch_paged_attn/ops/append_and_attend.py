@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.append_slots import check as check_append_slots
 from torch_paged_attn.ops.backend import serving
-from torch_paged_attn.ops.checks import check_dim, fail
+from torch_paged_attn.ops.checks import check_dim, fail, refuse
 from torch_paged_attn.ops.flash_varlen import check as check_flash_varlen
 from torch_paged_attn.ops.reshape_and_cache import check_split
 
@@ -54,10 +54,10 @@ def parts_of(
     rows: list[Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[0] != batch:
-            fail(OP, name, f"has a batch of {x.shape[0]}", f"that of cache_seqlens, {batch}")
+            fail(OP, f"{name}.shape[0]", x.shape[0], f"{batch}, as cache_seqlens")
         rows.append(x.flatten(0, 1))
         if rows[-1].data_ptr() != x.data_ptr():
-            fail(OP, name, f"has strides {x.stride()}", "sequences that lie end to end")
+            fail(OP, name, f"strides {x.stride()}", "contiguous over batch and sequence")
     q_rows, key, value = rows
     return Parts(
         q_rows,
@@ -82,9 +82,9 @@ def check(
     """Raise for metadata that the kernels do not support."""
     num_tokens, page_size = parts.key.shape[0], parts.k_cache.shape[2]
     if not 0 < num_tokens <= MOST_TOKENS or 0 in (*parts.q.shape, *parts.k_cache.shape):
-        fail(OP, "k", f"has {num_tokens} tokens", f"1 to {MOST_TOKENS}, and nothing that is empty")
+        fail(OP, "tokens of k", num_tokens, f"from 1 to {MOST_TOKENS}, and no tensor empty")
     if parts.q.dtype.itemsize == 1:
-        fail(OP, "q", f"is {parts.q.dtype}", "a dtype that out may have")
+        fail(OP, "q", parts.q.dtype, "a dtype that out may have")
     check_append_slots(cache_seqlens, block_table, None, page_size, num_tokens)
     is_stored = parts.k_cache.dtype.itemsize == 1
     scales = (k_descale, v_descale) if is_stored else (None, None)
@@ -117,7 +117,7 @@ def fake(
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     backend, reason = serving("CUDA")
     if backend is None:
-        raise NotImplementedError(f"paged_attn::{OP}: {reason}")
+        refuse(OP, reason)
     return backend.function(OP)
 
 

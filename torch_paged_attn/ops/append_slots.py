@@ -33,7 +33,7 @@ def check(
     if cu_seqlens_k_new is not None:
         check_lengths(OP, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1)")
     elif num_tokens % max(batch, 1) != 0 or (batch == 0 and num_tokens != 0):
-        fail(OP, "num_tokens", f"is {num_tokens}", f"a multiple of batch = {batch}")
+        fail(OP, "num_tokens", num_tokens, f"a multiple of batch = {batch}")
     others = {"block_table": block_table, "cu_seqlens_k_new": cu_seqlens_k_new}
     check_devices(OP, cache_seqlens.device, others)
 

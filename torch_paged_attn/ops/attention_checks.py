@@ -59,7 +59,7 @@ def _check_rows(call: AttentionCall) -> None:
     elif v.dtype != q.dtype:  # latents beside rope keys
         check_dtype(op, "v", v, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
     if v.shape[:-1] != k.shape[:-1]:
-        fail(op, "v", f"has shape {tuple(v.shape)}", f"k's {tuple(k.shape)} in all but head_dim")
+        fail(op, "v", f"shape {tuple(v.shape)}", f"{tuple(k.shape[:-1])} + (head_dim_v,), as k")
     for name, size in (
         ("q's num_heads", call.num_heads),
         ("q's head_dim", call.head_dim),
@@ -68,14 +68,14 @@ def _check_rows(call: AttentionCall) -> None:
         ("k's page_size", call.page_size if paged else 1),
     ):
         if size == 0:
-            fail(op, name, "is 0", "at least 1")
+            fail(op, name, "0", "at least 1")
     if call.num_heads > 65535:  # dropout counts heads in 16 bits
-        fail(op, "q's num_heads", f"is {call.num_heads}", "at most 65535")
+        fail(op, "q's num_heads", call.num_heads, "at most 65535")
     if call.num_heads % call.num_kv_heads:
-        allowed = f"a multiple of k's num_kv_heads, {call.num_kv_heads}"
-        fail(op, "q's num_heads", f"is {call.num_heads}", allowed)
+        expected = f"a multiple of k's num_kv_heads, {call.num_kv_heads}"
+        fail(op, "q's num_heads", call.num_heads, expected)
     if k.shape[-1] != call.head_dim:
-        fail(op, "k", f"has head_dim {k.shape[-1]}", f"q's head_dim, {call.head_dim}")
+        fail(op, "k's head_dim", k.shape[-1], f"q's head_dim, {call.head_dim}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(op, name, tensor)
     if (latent := call.q_latent) is not None:
@@ -91,7 +91,7 @@ def _check_lengths(call: AttentionCall) -> None:
     check_dim(op, "cu_seqlens_q", cu_seqlens_q, "(batch + 1)")
     check_dtype(op, "cu_seqlens_q", cu_seqlens_q, (torch.int32,))
     if cu_seqlens_q.shape[0] == 0:
-        fail(op, "cu_seqlens_q", "is empty", "(batch + 1) entries, the first of them 0")
+        fail(op, "cu_seqlens_q", "no entries", "(batch + 1) entries, the first of them 0")
     if call.cu_seqlens_k is not None:
         check_lengths(op, "cu_seqlens_k", call.cu_seqlens_k, call.batch + 1, "(batch + 1)")
     if call.seqused_k is not None:
@@ -100,21 +100,21 @@ def _check_lengths(call: AttentionCall) -> None:
         check_dim(op, "block_table", table, "(batch, max_pages)")
         check_dtype(op, "block_table", table, (torch.int32,))
         if table.shape[0] != call.batch:
-            came, allowed = f"has {table.shape[0]} rows", f"one per sequence, {call.batch}"
-            fail(op, "block_table", came, allowed)
+            expected = f"(batch, max_pages) with batch = {call.batch}"
+            fail(op, "block_table", f"shape {tuple(table.shape)}", expected)
         if call.seqused_k is None and call.cu_seqlens_k is None:
-            allowed = "key lengths by seqused_k or cu_seqlens_k with block_table"
-            fail(op, "seqused_k", "is None", allowed)
+            expected = "the key lengths beside block_table (or cu_seqlens_k)"
+            fail(op, "seqused_k", "None", expected)
     if call.k_start is not None:
         check_lengths(op, "k_start", call.k_start, call.batch, "(batch)")
         if table is not None:
-            fail(op, "k_start", "came with block_table", "packed keys, or k_start None")
+            fail(op, "k_start", "a tensor", "None beside block_table: it is for packed keys")
     if call.q_position is not None:
         check_lengths(op, "q_position", call.q_position, call.batch, "(batch)")
     for name, size in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
         # comparing a SymInt would put a guard on it, or fail if the graph does not know its value
         if isinstance(size, int) and size < 0:
-            fail(op, name, f"is {size}", "at least 0")
+            fail(op, name, size, "at least 0")
 
 
 def _check_scores(call: AttentionCall) -> None:
@@ -123,15 +123,14 @@ def _check_scores(call: AttentionCall) -> None:
         check_dim(op, "attn_bias", bias, "(1 or num_heads, total_q, max Lk)")
         check_dtype(op, "attn_bias", bias, (*FLOAT, torch.bool))
         if bias.shape[0] not in (1, num_heads):
-            allowed = f"1 or num_heads = {num_heads}"
-            fail(op, "attn_bias", f"has {bias.shape[0]} heads", allowed)
+            fail(op, "attn_bias.shape[0]", bias.shape[0], f"1 or num_heads = {num_heads}")
         if bias.shape[1] != call.total_q:
-            fail(op, "attn_bias", f"has {bias.shape[1]} rows", f"total_q = {call.total_q}")
+            fail(op, "attn_bias.shape[1]", bias.shape[1], f"total_q = {call.total_q}")
     if (tail := call.tail_mask) is not None:
         check_dim(op, "tail_mask", tail, "(total_q, max Lq)")
         check_dtype(op, "tail_mask", tail, (torch.bool,))
         if tail.shape[0] != call.total_q:
-            fail(op, "tail_mask", f"has {tail.shape[0]} rows", f"total_q = {call.total_q}")
+            fail(op, "tail_mask.shape[0]", tail.shape[0], f"total_q = {call.total_q}")
     if call.alibi_slopes is not None:
         check_per_head(op, "alibi_slopes", call.alibi_slopes, "num_heads", num_heads, call.batch)
     if call.sinks is not None:
@@ -148,32 +147,32 @@ def _check_scales(call: AttentionCall) -> None:
         elif scale is not None:
             check_dtype(op, name, scale, (torch.float32,))
     if call.result_dtype not in QUERY:
-        fail(op, "out_dtype", f"is {names((call.result_dtype,))}", names(QUERY))
+        fail(op, "out_dtype", names((call.result_dtype,)), names(QUERY))
     if out_scale is not None:
         check_dtype(op, "out_scale", out_scale, (torch.float32,))
         if out_scale.shape not in ((), (1,)):
-            fail(op, "out_scale", f"has shape {tuple(out_scale.shape)}", "() or (1,)")
+            fail(op, "out_scale", f"shape {tuple(out_scale.shape)}", "() or (1,)")
         if call.result_dtype not in FLOAT8:
-            came = f"came with a {names((call.result_dtype,))} output"
-            fail(op, "out_scale", came, f"an output of {names(FLOAT8)}")
+            expected = f"None unless out_dtype is {names(FLOAT8)}"
+            fail(op, "out_scale", f"a tensor for {names((call.result_dtype,))}", expected)
 
 
 def _check_options(call: AttentionCall) -> None:
     op, scale, softcap, rng_state = call.op, call.scale, call.softcap, call.rng_state
     if not abs(scale) <= LARGEST_SCALE:
-        fail(op, "softmax_scale", f"is {scale}", "a number of at most 2**126 in size")
+        fail(op, "softmax_scale", scale, "from -2**126 to 2**126")
     if softcap != 0.0 and not 1 / LARGEST_SCALE <= softcap <= LARGEST_SCALE:
-        fail(op, "softcap", f"is {softcap}", "0 (off), or from 2**-126 to 2**126")
+        fail(op, "softcap", softcap, "0 (off), or from 2**-126 to 2**126")
     if softcap != 0.0 and abs(scale) > softcap * LARGEST_SCALE:
-        came = f"is {softcap} for a softmax_scale of {scale}"
-        fail(op, "softcap", came, "at least 2**-126 of softmax_scale")
+        got = f"{softcap} with a softmax_scale of {scale}"
+        fail(op, "softcap", got, "at least 2**-126 of softmax_scale")
     for name in ("window_size_left", "window_size_right"):
         if getattr(call, name) < -1:
-            fail(op, name, f"is {getattr(call, name)}", "-1 (unbounded) or more")
+            fail(op, name, getattr(call, name), "-1 (unbounded) or more")
     if not 0.0 <= call.dropout_p < 1.0:
-        fail(op, "dropout_p", f"is {call.dropout_p}", "a number in [0, 1)")
+        fail(op, "dropout_p", call.dropout_p, "at least 0 and below 1")
     if call.dropout_p > 0.0 and rng_state is None:
-        fail(op, "rng_state", "is None", "a (2,) int64 tensor (seed, offset) when dropout_p > 0")
+        fail(op, "rng_state", "None", "a (2,) int64 tensor (seed, offset) when dropout_p > 0")
     if rng_state is not None:
         check_dtype(op, "rng_state", rng_state, (torch.int64,))
         if rng_state.shape != (5,):
@@ -189,9 +188,9 @@ def _check_key_ranks(call: AttentionCall) -> None:
         ("key_interleave", call.key_interleave, INT32_MAX),
     ):
         if not 1 <= size <= most:
-            fail(op, name, f"is {size}", f"1 to {most}")
+            fail(op, name, size, f"from 1 to {most}")
     if not 0 <= call.key_rank < ranks:
-        fail(op, "key_rank", f"is {call.key_rank}", f"0 to key_ranks - 1 = {ranks - 1}")
+        fail(op, "key_rank", call.key_rank, f"from 0 to key_ranks - 1 = {ranks - 1}")
 
 
 def check_attention_values(call: AttentionCall) -> None:
@@ -214,20 +213,20 @@ def check_attention_values(call: AttentionCall) -> None:
         _check_dropout_base(call)
     for b, (query_len, key_len, slot) in enumerate(zip(query_lens, key_lens, slots, strict=True)):
         if key_len < 0:
-            fail(op, f"seqused_k[{b}]", f"is {key_len}", "at least 0")
+            fail(op, f"seqused_k[{b}]", key_len, "at least 0")
         if key_len > slot:
-            fail(op, f"seqused_k[{b}]", f"is {key_len}", f"at most the {slot} keys of cu_seqlens_k")
+            fail(op, f"seqused_k[{b}]", key_len, f"at most the {slot} keys of cu_seqlens_k")
         if call.k_start is not None:
             start = int(call.k_start[b])
             if not 0 <= start <= total_k - key_len:
-                allowed = f"0 to total_k - Lk[{b}] = {total_k - key_len}"
-                fail(op, f"k_start[{b}]", f"is {start}", allowed)
+                expected = f"from 0 to total_k - Lk[{b}] = {total_k - key_len}"
+                fail(op, f"k_start[{b}]", start, expected)
         if call.tail_mask is not None and key_len and query_len > call.tail_mask.shape[1]:
-            came = f"has {call.tail_mask.shape[1]} columns"
-            fail(op, "tail_mask", came, f"at least Lq[{b}] = {query_len}")
+            columns, expected = call.tail_mask.shape[1], f"at least Lq[{b}] = {query_len}"
+            fail(op, "tail_mask.shape[1]", columns, expected)
         if call.attn_bias is not None and query_len and key_len > call.attn_bias.shape[2]:
-            came = f"has {call.attn_bias.shape[2]} columns"
-            fail(op, "attn_bias", came, f"at least Lk[{b}] = {key_len}")
+            columns, expected = call.attn_bias.shape[2], f"at least Lk[{b}] = {key_len}"
+            fail(op, "attn_bias.shape[2]", columns, expected)
         if is_paged and call.selection is None:
             _check_pages(call, b, query_len, key_len)
 
@@ -235,13 +234,12 @@ def check_attention_values(call: AttentionCall) -> None:
 def _check_bounds(op: str, name: str, bounds: Tensor, total: int | None, total_name: str) -> None:
     values = bounds.tolist()
     if values[0] != 0:
-        fail(op, f"{name}[0]", f"is {values[0]}", "0")
+        fail(op, f"{name}[0]", values[0], "0")
     for i, (before, after) in enumerate(itertools.pairwise(values), start=1):
         if after < before:
-            came = f"is {after}, below {before} before it"
-            fail(op, f"{name}[{i}]", came, "nondecreasing bounds")
+            fail(op, f"{name}[{i}]", after, f"at least the entry before it, {before}")
     if total is not None and values[-1] > total:
-        fail(op, f"{name}[-1]", f"is {values[-1]}", f"at most {total_name} = {total}")
+        fail(op, f"{name}[-1]", values[-1], f"at most {total_name} = {total}")
 
 
 def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> None:
@@ -249,14 +247,14 @@ def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> N
     pages, page_size, num_pages = call.block_table[b], call.page_size, call.k.shape[0]
     needed = -(-key_len // page_size)
     if needed > pages.shape[0]:
-        came = f"has {pages.shape[0]} pages of {page_size} for Lk[{b}] = {key_len}"
-        fail(call.op, "block_table", came, f"at least {needed} columns", RuntimeError)
+        expected = f"at least {needed} for Lk[{b}] = {key_len} and page_size = {page_size}"
+        fail(call.op, "block_table.shape[1]", pages.shape[0], expected, RuntimeError)
     seen = _seen_keys(call, b, query_len, key_len)
     first, stop = seen.start // page_size, -(-seen.stop // page_size)
     for i, page in enumerate(pages[first:stop].tolist(), start=first):
         if not 0 <= page < num_pages:
-            name, allowed = f"block_table[{b}, {i}]", f"pages 0 to {num_pages - 1}"
-            fail(call.op, name, f"is {page}", allowed, IndexError)
+            expected = f"a page from 0 to {num_pages - 1}"
+            fail(call.op, f"block_table[{b}, {i}]", page, expected, IndexError)
 
 
 def _seen_keys(call: AttentionCall, b: int, query_len: int, key_len: int) -> range:
@@ -285,4 +283,4 @@ def _check_dropout_base(call: AttentionCall) -> None:
     most = 65535 - call.num_heads, INT32_MAX, INT32_MAX
     for name, value, largest in zip(("head", "row", "column"), values, most, strict=False):
         if not 0 <= value <= largest:
-            fail(call.op, f"rng_state's first {name}", f"is {value}", f"0 to {largest}")
+            fail(call.op, f"rng_state's first {name}", value, f"from 0 to {largest}")

@@ -6,7 +6,6 @@ backward does not exist: on any device (`refuse_gradients`), or on this one
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch_paged_attn.argument import listed
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
 from torch_paged_attn.ops import paths
-from torch_paged_attn.ops._gradients import ALLOWED
+from torch_paged_attn.ops._gradients import INSTEAD
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import (
@@ -29,6 +28,7 @@ from torch_paged_attn.ops.checks import (
     check_shape,
     fail,
     names,
+    refuse,
 )
 
 # arguments that have no gradient
@@ -54,8 +54,8 @@ def check_backward(call: BackwardCall) -> None:
         check_dtype(op, name, tensor, (torch.float32,))
         check_shape(op, name, tensor, sizes[1::-1], "(num_heads, total_q)")
     if len(call.output_mask) != 5:
-        came = f"has {len(call.output_mask)} entries"
-        fail(op, "output_mask", came, f"one each for {', '.join(GRADIENTS)}")
+        expected = f"5 entries, one each for {', '.join(GRADIENTS)}"
+        fail(op, "output_mask", f"{len(call.output_mask)}", expected)
     own = {x.name: getattr(call, x.name) for x in listed(BackwardCall) if x.is_tensor}
     check_devices(op, forward.q.device, own)
 
@@ -65,19 +65,16 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
 
     required: names of the tensors that require grad
     """
-    refuse = functools.partial(fail, call.op, error=NotImplementedError)
-    where = f"where {required[0]} requires grad"
     for name in CONSTANTS:
         if name in required:
-            refuse(name, "requires grad, and has no gradient", "a tensor that does not")
+            refuse(call.op, f"no gradient of {name}", f"pass {name}.detach()")
         if name != "alibi_slopes" and getattr(call, name) is not None:
-            came = f"came {where}, and there is no backward for 8 bits"
-            refuse(name, came, f"none, or {ALLOWED}")
+            problem = f"no gradient with {name}, which is for 8 bits"
+            refuse(call.op, problem, f"omit it, or {INSTEAD}")
     if call.block_table is not None:
-        came = f"came {where}, and there is no backward for paged keys"
-        refuse("block_table", came, f"packed k and v, or {ALLOWED}")
+        refuse(call.op, "no gradient for paged keys", f"pass packed k and v, or {INSTEAD}")
     if call.is_slots:
-        refuse("k", f"pages {where}", f"packed keys, or {ALLOWED}")
+        refuse(call.op, "no gradient for keys in pages", f"pass packed keys, or {INSTEAD}")
     for name, dtype, allowed in (
         ("q", call.q.dtype, FLOAT),
         ("k", call.k.dtype, (call.q.dtype,)),
@@ -85,7 +82,8 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
         ("out_dtype", call.result_dtype, (call.q.dtype,)),
     ):
         if dtype not in allowed:
-            refuse(name, f"is {names((dtype,))} {where}", f"{names(allowed)}, or {ALLOWED}")
+            problem = f"no gradient where {name} is {names((dtype,))}"
+            refuse(call.op, problem, f"pass {names(allowed)}, or {INSTEAD}")
 
 
 def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
@@ -100,18 +98,25 @@ def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
     }
 
 
-def _of_latents(results: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+def _of_latents(
+    results: dict[str, Tensor], head_dim: int, wanted: dict[str, bool]
+) -> dict[str, Tensor]:
     """The gradients of q, q_latent, k and v from those of the call that `_with_latents` makes.
+
+    wanted: which of the results that call was asked for. Not by their size: of no queries, or of no
+        keys, they are empty in any case
 
     v has two gradients, as keys and as values. Each is rounded before they are added, as autograd
     does for a tensor that is used twice.
     """
     found = dict(results)
-    if (dq := results["q"]).numel() > 0:
+    if wanted["q"]:
+        dq = results["q"]
         found["q"], found["q_latent"] = dq[..., :head_dim], dq[..., head_dim:]
-    if (dk := results["k"]).numel() > 0:
+    if wanted["k"]:
+        dk = results["k"]
         found["k"] = dk[..., :head_dim]
-        if results["v"].numel() > 0:
+        if wanted["v"]:
             found["v"] = results["v"] + dk[..., head_dim:]
     return found
 
@@ -143,8 +148,7 @@ class AttentionDerivative:
             call = dataclasses.replace(call, q=wide[0], k=wide[1], q_latent=None)
         reason = None if backend is None else backend.unsupported_gradients(call)
         if reason is not None:
-            came = f"requires grad, and {reason}"
-            fail(self.op, required[0], came, ALLOWED, NotImplementedError)
+            refuse(self.op, f"{required[0]} requires grad, and {reason}", INSTEAD)
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
@@ -175,5 +179,5 @@ class AttentionDerivative:
         operator = paths.profiled(f"{self.op}_backward", operator)
         results = dict(zip(GRADIENTS.values(), operator(*args, **given), strict=True))
         if latent is not None:
-            results = _of_latents(results, head_dim)
+            results = _of_latents(results, head_dim, wanted)
         return tuple(results[name] if is_needed[name] else None for name in is_needed)

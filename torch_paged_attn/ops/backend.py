@@ -16,7 +16,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
-from torch_paged_attn.ops.paths import Path
+from torch_paged_attn.ops.path import Path
 
 # The folders of all backends. Of several with the same dispatch key, the first that can run is
 # used.

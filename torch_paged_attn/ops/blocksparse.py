@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
@@ -34,23 +35,21 @@ def check_layout(call: AttentionCall) -> None:
     op, crow, col = call.op, call.layout.crow_indices, call.layout.col_indices
     for name in ("q_block_size", "k_block_size"):
         if (size := getattr(call.layout, name)) not in BLOCK_SIZES:
-            fail(op, name, f"is {size}", ", ".join(map(str, BLOCK_SIZES)))
+            fail(op, name, size, f"one of {', '.join(map(str, BLOCK_SIZES))}")
     for name, tensor, last in (("crow_indices", crow, "rows + 1"), ("col_indices", col, "nnz")):
         check_dtype(op, name, tensor, (torch.int32,))
         if tensor.dim() not in (2, 3):
-            fail(op, name, f"has shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
+            fail(op, name, f"shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
     if crow.shape[:-1] != col.shape[:-1]:
-        allowed = f"crow_indices' {tuple(crow.shape)} in all but the last dimension"
-        fail(op, "col_indices", f"has shape {tuple(col.shape)}", allowed)
+        expected = f"{tuple(crow.shape[:-1])} + (nnz,), as crow_indices"
+        fail(op, "col_indices", f"shape {tuple(col.shape)}", expected)
     if crow.shape[-1] == 0:
-        came = f"has shape {tuple(crow.shape)}"
-        fail(op, "crow_indices", came, "rows + 1 >= 1 entries per head")
+        fail(op, "crow_indices.shape[-1]", 0, "rows + 1, at least 1")
     if crow.dim() == 3 and crow.shape[0] != call.batch:
-        came = f"has a batch of {crow.shape[0]}"
-        fail(op, "crow_indices", came, f"cu_seqlens_q's, {call.batch}")
+        fail(op, "crow_indices.shape[0]", crow.shape[0], f"batch = {call.batch}")
     if crow.shape[-2] not in (1, call.num_kv_heads, call.num_heads):
-        allowed = f"1, num_kv_heads = {call.num_kv_heads} or num_heads = {call.num_heads}"
-        fail(op, "crow_indices", f"has {crow.shape[-2]} heads", allowed)
+        expected = f"1, num_kv_heads = {call.num_kv_heads} or num_heads = {call.num_heads}"
+        fail(op, "crow_indices.shape[-2]", crow.shape[-2], expected)
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
@@ -81,22 +80,22 @@ def _check_rows(call: AttentionCall, b: int, positions: range) -> None:
         where = f"Lk[{b}] = {positions.stop}"
         if call.q_position is not None:
             where = f"position {positions[-1]} of sequence {b}"
-        came = f"has {rows} rows of {layout.q_block_size} for {where}"
-        fail(op, "crow_indices", came, f"at least {last + 1} rows")
+        expected = f"at least {last + 1}, for {where} and q_block_size = {layout.q_block_size}"
+        fail(op, "rows of crow_indices", rows, expected)
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
     for h in range(crow.shape[0]):
         bounds = crow[h].tolist()
         for row in range(first, last + 1):
             if not 0 <= bounds[row] <= bounds[row + 1] <= nnz:
-                came = f"runs from {bounds[row]} to {bounds[row + 1]} in row {row} of head {h}"
-                fail(op, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
+                got = f"{bounds[row]} and {bounds[row + 1]} for row {row} of head {h}"
+                fail(op, "crow_indices", got, f"nondecreasing and at most nnz = {nnz}")
             columns = col[h, bounds[row] : bounds[row + 1]].tolist()
             if min(columns, default=0) < 0:
-                came = f"hold {min(columns)} in row {row} of head {h}"
-                fail(op, "col_indices", came, "columns of at least 0", IndexError)
+                got = f"{min(columns)} in row {row} of head {h}"
+                fail(op, "col_indices", got, "at least 0", IndexError)
             if len(set(columns)) < len(columns):
-                came = f"repeat a column in row {row} of head {h}"
-                fail(op, "col_indices", came, "unique columns in a row")
+                got = f"a column twice in row {row} of head {h}"
+                fail(op, "col_indices", got, "unique within each row")
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -104,13 +103,15 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
-_blocksparse = define(
-    schema("blocksparse"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=AttentionDerivative("blocksparse"),
-    autocast=True,
+_blocksparse = operator_of(
+    define(
+        schema("blocksparse"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=AttentionDerivative("blocksparse"),
+        autocast=True,
+    )
 )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.blocksparse import check_layout, check_layout_values
 from torch_paged_attn.ops.flash_varlen import fill_hints
@@ -31,12 +32,14 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return BackwardCall.blocksparse(*args, **kwargs).new_results()
 
 
-_blocksparse_backward = define(
-    schema("blocksparse_backward"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=OnceDifferentiable("blocksparse_backward"),
+_blocksparse_backward = operator_of(
+    define(
+        schema("blocksparse_backward"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=OnceDifferentiable("blocksparse_backward"),
+    )
 )
 
 

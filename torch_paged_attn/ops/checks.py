@@ -1,4 +1,4 @@
-"""Checks that several operators share. `fail` gives all their error messages one form."""
+"""Checks that several operators share. `fail` and `refuse` give all error messages one form."""
 
 from typing import NoReturn
 
@@ -15,13 +15,26 @@ LARGEST_SCALE = 2.0**126
 
 
 def fail(
-    op: str, argument: str, came: str, allowed: str, error: type[Exception] = ValueError
+    function: str, argument: str, got: object, expected: str, error: type[Exception] = ValueError
 ) -> NoReturn:
-    """Raise `error` with the message "paged_attn::op: argument came; allowed: allowed".
+    """Raise `error` with the message "function(): expected argument to be expected, got got".
 
-    came: what is wrong with the argument, such as "has 3 heads"; allowed: what would be right
+    got: a noun, such as "int64" or "shape (3, 2)", without a verb
+    expected: follows "to be", such as "int32" or "at least 1"
     """
-    raise error(f"paged_attn::{op}: {argument} {came}; allowed: {allowed}")
+    raise error(f"{function}(): expected {argument} to be {expected}, got {got}")
+
+
+def refuse(
+    function: str, problem: str, instead: str = "", error: type[Exception] = NotImplementedError
+) -> NoReturn:
+    """Raise `error` with the message "function(): problem: instead", for a call that is not wrong
+    but not supported.
+
+    problem: such as "no gradient for paged keys"
+    instead: what the caller can do, such as "pass packed k and v"; "" if there is nothing
+    """
+    raise error(f"{function}(): {problem}{': ' * bool(instead)}{instead}")
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -34,23 +47,23 @@ def check_dim(op: str, name: str, tensor: Tensor | None, shape: str) -> None:
     `(total_q, num_heads, head_dim)`.
     """
     if tensor is None:  # torch accepts None for a required Tensor
-        fail(op, name, "is None", f"a tensor {shape}")
+        fail(op, name, "None", f"a tensor {shape}")
     if tensor.dim() != shape.count(",") + 1:
-        fail(op, name, f"has shape {tuple(tensor.shape)}", shape)
+        fail(op, name, f"shape {tuple(tensor.shape)}", shape)
 
 
 def check_dtype(
     op: str, name: str, tensor: Tensor | None, allowed: tuple[torch.dtype, ...]
 ) -> None:
     if tensor is None:
-        fail(op, name, "is None", f"a tensor of {names(allowed)}")
+        fail(op, name, "None", f"a tensor of {names(allowed)}")
     if tensor.dtype not in allowed:
-        fail(op, name, f"has dtype {names((tensor.dtype,))}", names(allowed))
+        fail(op, name, names((tensor.dtype,)), names(allowed))
 
 
 def check_shape(op: str, name: str, tensor: Tensor, shape: tuple, meaning: str) -> None:
     if tensor.shape != shape:
-        fail(op, name, f"has shape {tuple(tensor.shape)}", f"{meaning} = {tuple(shape)}")
+        fail(op, name, f"shape {tuple(tensor.shape)}", f"{meaning} = {tuple(shape)}")
 
 
 def check_rows(op: str, name: str, tensor: Tensor) -> None:
@@ -58,18 +71,18 @@ def check_rows(op: str, name: str, tensor: Tensor) -> None:
     strides may be anything.
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        fail(op, name, f"has strides {tensor.stride()}", "any strides whose last one is 1")
+        fail(op, name, f"strides {tensor.stride()}", "contiguous in its last dimension")
 
 
 def check_devices(op: str, device: torch.device, tensors: dict[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            fail(op, name, f"is on {tensor.device}", f"the device of the first tensor, {device}")
+            fail(op, name, tensor.device, f"on {device}, as the first tensor")
 
 
 def storage_fault(tensor: Tensor) -> tuple[str, str] | None:
-    """What is wrong with a tensor whose storage is too small for it, and what would be right: the
-    texts `came` and `allowed` of `fail`. None if the storage is large enough.
+    """What a tensor has whose storage is too small for it, and what it needs: the texts `got` and
+    `expected` of `fail`. None if the storage is large enough.
 
     A storage can be freed after the tensor was made: FSDP does it to gathered parameters, by
     `untyped_storage().resize_(0)`. Not for FakeTensors.
@@ -85,8 +98,8 @@ def storage_fault(tensor: Tensor) -> tuple[str, str] | None:
     needed = size + sum((count - 1) * stride * size for count, stride in strided)
     if needed <= room:
         return None
-    allowed = f"at least {held - room + needed}, which its shape, strides and offset need"
-    return f"has a storage of {held} bytes", allowed
+    least = held - room + needed
+    return f"a storage of {held} bytes", f"backed by a storage of at least {least} bytes"
 
 
 def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) -> None:
@@ -106,6 +119,6 @@ def check_per_head(
         fail(
             op,
             name,
-            f"has shape {tuple(tensor.shape)}",
+            f"shape {tuple(tensor.shape)}",
             f"{or_else}({heads_name}) = ({heads},) or (batch, {heads_name}) = ({batch}, {heads})",
         )

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall, fill_hints, tensor_names
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.kinds import call_operator
@@ -27,38 +28,20 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.flash_varlen(*args, **kwargs).new_results()
 
 
-_flash_varlen = define(
-    schema("flash_varlen"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=AttentionDerivative("flash_varlen"),
-    autocast=True,
+_flash_varlen = operator_of(
+    define(
+        schema("flash_varlen"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=AttentionDerivative("flash_varlen"),
+        autocast=True,
+    )
 )
 
 _TENSORS = tensor_names("flash_varlen")
 # the tensors that the public functions pass on as `*tensors`
 BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
-
-
-def fill_hints(
-    q: Tensor,
-    k: Tensor,
-    block_table: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[int, int]:
-    """`max_seqlen_q` and `max_seqlen_k`, upper bounds from shapes if they are None. No tensor value
-    is read. Both are 0 if q, k or block_table is malformed, which the operator then reports.
-    """
-    try:
-        if max_seqlen_q is None:
-            max_seqlen_q = q.shape[0]
-        if max_seqlen_k is None:
-            max_seqlen_k = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[2]
-    except (AttributeError, IndexError):
-        return 0, 0
-    return max_seqlen_q, max_seqlen_k
 
 
 def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
@@ -67,7 +50,7 @@ def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str,
     """
     for name in BEHIND_BLOCK_TABLE[: len(tensors)]:
         if name in options:
-            raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
+            raise TypeError(f"{op}() got multiple values for argument '{name}'")
 
 
 @described

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention_values
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.flash_varlen import fill_hints
@@ -29,12 +30,14 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return BackwardCall.flash_varlen(*args, **kwargs).new_results()
 
 
-_flash_varlen_backward = define(
-    schema("flash_varlen_backward"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=OnceDifferentiable("flash_varlen_backward"),
+_flash_varlen_backward = operator_of(
+    define(
+        schema("flash_varlen_backward"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=OnceDifferentiable("flash_varlen_backward"),
+    )
 )
 
 

@@ -1,11 +1,14 @@
-"""Errors for arguments of a wrong type, which torch's dispatcher refuses before any check here."""
+"""Errors for arguments of a wrong type or an unknown name, which torch's dispatcher refuses before
+any check here."""
 
+import difflib
 import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.accepted import Operator, as_accepted
 from torch_paged_attn.ops.checks import fail
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
@@ -17,18 +20,54 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int, torch.SymInt), "an integer"),
 }
 
+# how other libraries call an argument -> its name here
+FOREIGN = {
+    **dict.fromkeys(("scale", "sm_scale", "scaling"), "softmax_scale"),
+    **dict.fromkeys(("is_causal", "causal_mask"), "causal"),
+    **dict.fromkeys(("window", "sliding_window"), "window_size_left"),
+    **dict.fromkeys(("dropout", "dropout_rate"), "dropout_p"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "bias"), "attn_bias"),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap", "soft_cap"), "softcap"),
+    **dict.fromkeys(("s_aux", "learnable_sink", "sink"), "sinks"),
+    **dict.fromkeys(("block_tables", "page_table", "page_tables"), "block_table"),
+    **dict.fromkeys(("cache_seqlens", "seq_lens", "context_lens", "seqlens_k"), "seqused_k"),
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "qo_indptr"), "cu_seqlens_q"),
+    **dict.fromkeys(("cu_seq_lens_k", "cu_seqlens_kv", "kv_indptr"), "cu_seqlens_k"),
+    **dict.fromkeys(("k_scale",), "k_descale"),
+    **dict.fromkeys(("v_scale",), "v_descale"),
+    "window_size": "window_size_left and window_size_right",
+    "qv": "q_latent",
+}
 
-def call_operator(op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What the operator returns for arguments by position and by name.
+
+def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What the operator returns for arguments by position and by name, in the forms that the public
+    functions take (`accepted.py`).
 
     Raises:
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument is of the wrong type, or has a name that no argument has.
     """
+    args, options = as_accepted(operator, args, options)
+    op = operator.op
     try:
         return op(*args, **options)
     except RuntimeError as error:
+        _refuse_names(op, options)
         _refuse_types(error, op, args, options)
         raise
+
+
+def _refuse_names(op: torch._ops.OpOverload, options: dict[str, Any]) -> None:
+    """Raise TypeError for a name that no argument has. The dispatcher's own text prints the whole
+    schema.
+    """
+    known = [x.name for x in op._schema.arguments]
+    for name in options:
+        if name not in known:
+            near = FOREIGN.get(name) or "".join(difflib.get_close_matches(name, known, 1))
+            function = op._schema.name.removeprefix("paged_attn::")
+            instead = f"; did you mean {near}?" * bool(near)
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{instead}")
 
 
 def _refuse_types(
@@ -52,11 +91,11 @@ def _refuse(op: str, name: str, value: Any, kind: str) -> None:
     """Raise unless the value is of a kind of the schema, such as `List[Tensor]`."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
-    came = "is None" if value is None else f"is of type {type(value).__name__}"
+    got = "None" if value is None else type(value).__name__
     if kind.startswith("List["):
         if not isinstance(value, tuple | list):
-            fail(op, name, came, "a list or a tuple", TypeError)
+            fail(op, name, got, "a list or a tuple", TypeError)
         for i, element in enumerate(value):
             _refuse(op, f"{name}[{i}]", element, kind[len("List[") : -1])
     elif not isinstance(value, TYPES[kind][0]):
-        fail(op, name, came, TYPES[kind][1], TypeError)
+        fail(op, name, got, TYPES[kind][1], TypeError)

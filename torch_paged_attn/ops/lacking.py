@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_paged_attn.attention_call import defaults
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import refuse
 
 # `rng_state[2:]` are the offsets of dropout's head, row and column
 OPTIONAL = (
@@ -50,6 +50,5 @@ def refuse_lacking(call: Any, backend: str, names: Sequence[str]) -> None:
     does not support.
     """
     if (name := lacking(call, names)) is not None:
-        allowed = "(seed, offset) alone" if name.endswith("[2:]") else f"{_DEFAULTS[name]}"
-        came = f"came, which the {backend} backend does not have yet"
-        fail(call.op, name, came, allowed, NotImplementedError)
+        instead = "pass (seed, offset) alone" if name.endswith("[2:]") else ""
+        refuse(call.op, f"{name} is not supported by the {backend} backend", instead)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
     check_devices,
@@ -86,13 +87,15 @@ class MergeDerivative:
         return of_two(*parts)
 
 
-_merge_states = define(
-    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
-    " -> (Tensor out, Tensor softmax_lse)",
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=MergeDerivative(),
+_merge_states = operator_of(
+    define(
+        "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
+        " -> (Tensor out, Tensor softmax_lse)",
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=MergeDerivative(),
+    )
 )
 
 
@@ -101,16 +104,16 @@ def check_list(
 ) -> None:
     """Raise for metadata that the contract forbids."""
     if not outs:
-        fail(OP, "outs", "is empty", "at least one part")
+        fail(OP, "outs", "no tensors", "at least one tensor")
     if len(lses) != len(outs):
-        fail(OP, "lses", f"has {len(lses)} parts", f"as many as outs, {len(outs)}")
+        fail(OP, "lses", len(lses), f"{len(outs)} tensors, as many as outs")
     check_parts(
         OP,
         {f"outs[{i}]": out for i, out in enumerate(outs)},
         {f"lses[{i}]": lse for i, lse in enumerate(lses)},
     )
     if out_dtype is not None and out_dtype not in FLOAT:
-        fail(OP, "out_dtype", f"is {names((out_dtype,))}", names(FLOAT))
+        fail(OP, "out_dtype", names((out_dtype,)), names(FLOAT))
 
 
 def fake_list(
@@ -162,14 +165,16 @@ class ListDerivative(MergeDerivative):
         return *douts, *dlses
 
 
-_merge_states_list = define(
-    "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
-    " -> (Tensor out, Tensor softmax_lse)",
-    check=check_list,
-    check_values=check_values,
-    fake=fake_list,
-    derivative=ListDerivative(),
-    composed=composed_list,
+_merge_states_list = operator_of(
+    define(
+        "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
+        " -> (Tensor out, Tensor softmax_lse)",
+        check=check_list,
+        check_values=check_values,
+        fake=fake_list,
+        derivative=ListDerivative(),
+        composed=composed_list,
+    )
 )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.merge_states import check_parts
@@ -71,15 +72,17 @@ def composed(
     return tuple(gradients)
 
 
-_merge_states_backward = define(
-    f"{OP}(Tensor dout, Tensor? dlse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b,"
-    " Tensor out, Tensor softmax_lse)"
-    " -> (Tensor dout_a, Tensor dlse_a, Tensor dout_b, Tensor dlse_b)",
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=OnceDifferentiable(OP),
-    composed=composed,
+_merge_states_backward = operator_of(
+    define(
+        f"{OP}(Tensor dout, Tensor? dlse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b,"
+        " Tensor out, Tensor softmax_lse)"
+        " -> (Tensor dout_a, Tensor dlse_a, Tensor dout_b, Tensor dlse_b)",
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=OnceDifferentiable(OP),
+        composed=composed,
+    )
 )
 
 

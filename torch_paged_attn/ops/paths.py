@@ -4,27 +4,31 @@ The backend chooses the kernel (`Backend.path`). Calls themselves do not run thi
 `announce`, and for the ranges under `PAGED_ATTN_PROFILE=1`.
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, fill_hints
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.accepted import as_accepted, operator_of
+from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.path import Path as Path
+from torch_paged_attn.ops.path import announce as announce  # backends log by this module
 
-logger = logging.getLogger("torch_paged_attn")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # op -> the function that makes an AttentionCall or BackwardCall of the op's arguments
 CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
     "flash_varlen": AttentionCall.flash_varlen,
+    "flash_varlen_out": AttentionCall.flash_varlen_out,
     "blocksparse": AttentionCall.blocksparse,
     "flash_varlen_backward": BackwardCall.flash_varlen,
     "blocksparse_backward": BackwardCall.blocksparse,
@@ -37,37 +41,6 @@ OTHERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """What one backend would do with a call."""
-
-    backend: str
-    kernel: str | None
-    """The kernel, or the two that run parts of the call; None if the backend has none."""
-
-    reason: str
-    """Why the backend chooses this kernel, or why it has none."""
-
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further choices, under names that the backend gives them: instruction set, tiles, splits."""
-
-    workspace: int | None = None
-    """Bytes of memory besides arguments and results, all threads together; None if unknown."""
-
-
-_announced: set[tuple[str, str, str]] = set()
-
-
-def announce(op: str, backend: str, kernel: str, reason: str = "") -> None:
-    """Log which kernel runs calls of an op: one INFO line, when it does so for the first time."""
-    key = op, backend, kernel
-    if key in _announced:
-        return
-    _announced.add(key)
-    why = f", because {reason}" if reason else ""
-    logger.info("paged_attn::%s: %s, %s%s", op, backend, kernel, why)
-
-
 def is_real(x: Tensor) -> bool:
     """Whether a tensor holds values that the host can read."""
     return x.device.type == "cpu" and not isinstance(x, FakeTensor)
@@ -77,8 +50,6 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     """All arguments of a call of an op's public function by name: defaults are included, and
     missing hints are computed from shapes.
     """
-    from torch_paged_attn.ops.flash_varlen import fill_hints
-
     given = inspect.signature(public(op)).bind(*args, **options)
     given.apply_defaults()
     found = given.arguments
@@ -86,13 +57,15 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
         table, hints = found.get("block_table"), ("max_seqlen_q", "max_seqlen_k")
         filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
         found |= zip(hints, filled, strict=True)
+        operator = getattr(torch.ops.paged_attn, op).default
+        _, found = as_accepted(operator_of(operator), (found["q"],), found)
     return found
 
 
 def public(op: str) -> Callable[..., Any]:
     """The public function of an op."""
     if op not in CALLS and op not in OTHERS:
-        raise ValueError(f"torch_paged_attn: op is {op!r}; allowed: {', '.join((*CALLS, *OTHERS))}")
+        fail("explain", "op", repr(op), f"one of {', '.join((*CALLS, *OTHERS))}")
     return getattr(importlib.import_module(f"torch_paged_attn.ops.{op}"), op)
 
 
@@ -109,14 +82,12 @@ def tensors_of(given: dict[str, Any]) -> list[Tensor]:
 
 def taken(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Path | None:
     """The path of a call on the device of its tensors; None if no backend serves that device."""
-    from torch_paged_attn.ops.backend import serving_device
-
     given = bound(op, args, options)
     backend, _ = serving_device(tensors_of(given)[0].device)
     return None if backend is None else backend.path_of(op, call_of(op, given))
 
 
-def profiled(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def profiled(op: str, function: Function) -> Function:
     """`function`, which takes an op's arguments. Under PAGED_ATTN_PROFILE=1 each call is a range in
     `torch.profiler` whose name says op, backend, kernel and shapes.
     """
@@ -130,7 +101,7 @@ def profiled(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.profiler.record_function(_range_name(op, args, options)):
             return function(*args, **options)
 
-    return in_range
+    return in_range  # type: ignore[return-value]
 
 
 def _range_name(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:

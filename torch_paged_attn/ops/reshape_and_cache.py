@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
     QUANTISED,
@@ -15,6 +16,7 @@ from torch_paged_attn.ops.checks import (
     check_dtype,
     check_rows,
     fail,
+    names,
 )
 from torch_paged_attn.ops.kinds import call_operator
 
@@ -41,26 +43,27 @@ def check_split(
         fail(
             OP,
             "value",
-            f"has shape {tuple(value.shape)}",
-            f"key's {tuple(key.shape)} in all but head_dim",
+            f"shape {tuple(value.shape)}",
+            f"{tuple(key.shape[:-1])} + (head_dim,), as key",
         )
     caches = ((cache_names[0], k_cache, "key", key), (cache_names[1], v_cache, "value", value))
     for name, cache, source_name, source in caches:
         check_dim(OP, name, cache, "(num_pages, num_kv_heads, page_size, head_dim)")
         check_dtype(OP, name, cache, (key.dtype, *QUANTISED))
         if cache.shape[1] != source.shape[1] or cache.shape[3] != source.shape[2]:
+            num_heads, head_dim = source.shape[1:]
             fail(
                 OP,
-                name,
-                f"has {cache.shape[1]} KV heads of {cache.shape[3]}",
-                f"{source_name}'s {source.shape[1]} KV heads of {source.shape[2]}",
+                f"{name}'s num_kv_heads and head_dim",
+                f"{cache.shape[1]} and {cache.shape[3]}",
+                f"{num_heads} and {head_dim}, as {source_name}",
             )
         if 0 in cache.shape[1:]:
             fail(
                 OP,
                 name,
-                f"has shape {tuple(cache.shape)}",
-                "at least 1 head, slot and element per page",
+                f"shape {tuple(cache.shape)}",
+                "at least 1 in num_kv_heads, page_size and head_dim",
             )
         check_rows(OP, name, cache)
         check_rows(OP, source_name, source)
@@ -68,8 +71,8 @@ def check_split(
         fail(
             OP,
             cache_names[1],
-            f"is {tuple(v_cache.shape)} of {v_cache.dtype}",
-            f"{cache_names[0]}'s {tuple(k_cache.shape)} of {k_cache.dtype} in all but head_dim",
+            f"{tuple(v_cache.shape)} of {v_cache.dtype}",
+            f"{(*k_cache.shape[:-1],)} + (head_dim,) of {k_cache.dtype}, as {cache_names[0]}",
         )
     check_dim(OP, "slot_mapping", slot_mapping, "(<= num_tokens)")
     check_dtype(OP, "slot_mapping", slot_mapping, (torch.int32, torch.int64))
@@ -77,8 +80,8 @@ def check_split(
         fail(
             OP,
             "slot_mapping",
-            f"has {slot_mapping.shape[0]} slots",
-            f"at most num_tokens = {key.shape[0]}",
+            slot_mapping.shape[0],
+            f"at most num_tokens = {key.shape[0]} slots",
         )
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
@@ -88,11 +91,11 @@ def check_split(
             fail(
                 OP,
                 name,
-                f"has shape {tuple(scale.shape)}",
+                f"shape {tuple(scale.shape)}",
                 f"() or (num_kv_heads) = ({key.shape[1]},)",
             )
         if k_cache.dtype not in QUANTISED:
-            fail(OP, name, f"came with a {k_cache.dtype} cache", "a float8 or int8 cache")
+            fail(OP, name, "a tensor", f"None for a cache of {names((k_cache.dtype,))}")
     check_devices(
         OP,
         key.device,
@@ -119,8 +122,8 @@ def check_values_split(
     num_slots = k_cache.shape[0] * k_cache.shape[2]
     for i, slot in enumerate(slot_mapping.tolist()):
         if slot >= num_slots:
-            allowed = f"slots below num_pages * page_size = {num_slots}, or negative to skip"
-            fail(OP, f"slot_mapping[{i}]", f"is {slot}", allowed, IndexError)
+            expected = f"below num_pages * page_size = {num_slots} (negative: skip)"
+            fail(OP, f"slot_mapping[{i}]", slot, expected, IndexError)
 
 
 def check(
@@ -137,8 +140,8 @@ def check(
         fail(
             OP,
             "kv_cache",
-            f"has shape {tuple(kv_cache.shape)}",
-            "keys and values: a first dimension of 2",
+            f"shape {tuple(kv_cache.shape)}",
+            "(2, num_pages, num_kv_heads, page_size, head_dim)",
         )
     k_cache, v_cache = kv_cache.unbind(0)
     halves = ("kv_cache", "kv_cache")
@@ -156,19 +159,23 @@ def fake(*_args: Tensor) -> None:
     """The op returns nothing."""
 
 
-_reshape_and_cache = define(
-    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
-    " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    check=check,
-    check_values=check_values,
-    fake=fake,
+_reshape_and_cache = operator_of(
+    define(
+        "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
+        " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+        check=check,
+        check_values=check_values,
+        fake=fake,
+    )
 )
-_reshape_and_cache_split = define(
-    "reshape_and_cache.split(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    check=functools.partial(check_split),
-    check_values=check_values_split,
-    fake=fake,
+_reshape_and_cache_split = operator_of(
+    define(
+        "reshape_and_cache.split(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+        " Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+        check=functools.partial(check_split),
+        check_values=check_values_split,
+        fake=fake,
+    )
 )
 
 
@@ -209,6 +216,5 @@ def reshape_and_cache(
     elif isinstance(kv_cache, tuple | list) and len(kv_cache) == 2:
         operator, caches = _reshape_and_cache_split, kv_cache
     else:
-        came = f"is {kv_cache!r}" if kv_cache is None else f"is a {type(kv_cache).__name__}"
-        fail(OP, "kv_cache", came, "a tensor, or a pair (k_cache, v_cache)")
+        fail(OP, "kv_cache", type(kv_cache).__name__, "a tensor, or a pair (k_cache, v_cache)")
     call_operator(operator, (key, value, *caches, slot_mapping, k_scale, v_scale), {})

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.checks import FLOAT, check_devices, check_dtype, check_shape, fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
@@ -53,7 +54,9 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return SelectKeysCall.of(*args, **kwargs).new_results()
 
 
-_select_keys = define(schema("select_keys"), check=check, check_values=check_values, fake=fake)
+_select_keys = operator_of(
+    define(schema("select_keys"), check=check, check_values=check_values, fake=fake)
+)
 
 
 @described

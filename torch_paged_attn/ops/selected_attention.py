@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
@@ -28,13 +29,15 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.selected_attention(*args, **kwargs).new_results()
 
 
-_selected_attention = define(
-    schema("selected_attention"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=AttentionDerivative("selected_attention"),
-    autocast=True,
+_selected_attention = operator_of(
+    define(
+        schema("selected_attention"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=AttentionDerivative("selected_attention"),
+        autocast=True,
+    )
 )
 
 _TENSORS = tensor_names("selected_attention")

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
@@ -36,12 +37,14 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return BackwardCall.selected_attention(*args, **kwargs).new_results()
 
 
-_selected_attention_backward = define(
-    schema("selected_attention_backward"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=OnceDifferentiable("selected_attention_backward"),
+_selected_attention_backward = operator_of(
+    define(
+        schema("selected_attention_backward"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=OnceDifferentiable("selected_attention_backward"),
+    )
 )
 
 

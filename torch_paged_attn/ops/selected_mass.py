@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
@@ -39,7 +40,9 @@ def fake(*args: Any, **kwargs: Any) -> Tensor:
     return MassCall.of(*args, **kwargs).new_result()
 
 
-_selected_mass = define(schema("selected_mass"), check=check, check_values=check_values, fake=fake)
+_selected_mass = operator_of(
+    define(schema("selected_mass"), check=check, check_values=check_values, fake=fake)
+)
 
 
 @described

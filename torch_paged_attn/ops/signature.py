@@ -30,6 +30,8 @@ def arguments(op: str) -> tuple[Argument, ...]:
 
 def results(op: str) -> tuple[str, ...]:
     """The names of an op's results, all of them tensors."""
+    if op.endswith("_out"):  # its first result is an argument
+        return RESULTS[1:]
     if op.endswith("_backward"):
         return tuple(backward_call.GRADIENTS)
     return OF_SELECTION.get(op, RESULTS)
@@ -65,7 +67,7 @@ def described(function: Function) -> Function:
     listed = arguments(function.__name__)
     parameters = [_parameter(x) for x in listed]
     count = len(results(function.__name__))
-    returned: Any = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
+    returned = Tensor if count == 1 else tuple[(Tensor,) * count]  # type: ignore[misc, valid-type]
     signature = inspect.Signature(parameters, return_annotation=returned)
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": returned}

@@ -11,6 +11,7 @@ from torch_paged_attn.reference.blocksparse import blocksparse
 from torch_paged_attn.reference.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.reference.flash_varlen import flash_varlen
 from torch_paged_attn.reference.flash_varlen_backward import flash_varlen_backward
+from torch_paged_attn.reference.flash_varlen_out import flash_varlen_out
 from torch_paged_attn.reference.merge_states import merge_states
 from torch_paged_attn.reference.merge_states_backward import merge_states_backward
 from torch_paged_attn.reference.reshape_and_cache import (
@@ -32,6 +33,7 @@ __all__ = [
     "blocksparse_backward",
     "flash_varlen",
     "flash_varlen_backward",
+    "flash_varlen_out",
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",

@@ -9,6 +9,7 @@ from torch_paged_attn.testing.accuracy import (
 )
 from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradients
 from torch_paged_attn.testing.inputs import Call, build
+from torch_paged_attn.testing.invariance import assert_batch_invariant
 from torch_paged_attn.testing.merging import MergeGradients, assert_accurate_merge_gradients
 from torch_paged_attn.testing.problem import Layout, Problem, Selected
 from torch_paged_attn.testing.problems import EXTENDED, PROBLEMS
@@ -38,6 +39,7 @@ __all__ = [
     "assert_accurate_gradients",
     "assert_accurate_merge_gradients",
     "assert_as_right_as",
+    "assert_batch_invariant",
     "assert_close_as_baseline",
     "assert_same_in_float64",
     "build",

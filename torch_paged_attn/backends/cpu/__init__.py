@@ -1,6 +1,7 @@
 """The CPU backend: C++ kernels on the libtorch stable ABI, registered by loading their library."""
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -54,9 +55,11 @@ class Cpu(Backend):
 @functools.cache
 def _load() -> str | None:
     if not environment.LIBRARY.exists():
+        if asked := os.environ.get("PAGED_ATTN_LIBRARY"):
+            return f"PAGED_ATTN_LIBRARY names {asked}, which does not exist"
         return (
-            "the CPU kernels are not built; with a C++ compiler, reinstall with"
-            " PAGED_ATTN_BUILD_CPP=1 pip install --no-build-isolation torch_paged_attn"
+            "there are no CPU kernels: the package was installed with PAGED_ATTN_BUILD_CPP=0;"
+            " install it again without that (`pip install .` in its source folder)"
         )
     try:
         torch.ops.load_library(str(environment.LIBRARY))

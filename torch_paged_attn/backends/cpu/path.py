@@ -71,6 +71,8 @@ def _plan(call: AttentionCall) -> dict[str, int]:
     if not all(map(is_real, call.given_tensors().values())):
         with torch.device("cpu"):  # whatever torch's default device is
             call = _imagined(call)
+    if call.out is not None:
+        call = dataclasses.replace(call, op="flash_varlen", out=None, out_dtype=call.result_dtype)
     given = call.given()
     listed = arguments(call.op)
     positional = [given[x.name] for x in listed if not x.keyword_only]

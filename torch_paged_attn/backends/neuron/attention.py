@@ -23,6 +23,7 @@ from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
 from torch_paged_attn.backends.neuron.tile_sizes import choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
+from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -34,7 +35,7 @@ UNROLLED = 256
 
 
 def unsupported(k: Tensor, v: Tensor) -> str | None:
-    """Why a valid call has no kernel here: the argument, what came, what is supported; or None."""
+    """Why a valid call has no kernel here: which argument, and what is supported; or None."""
     head_dim, head_dim_v = k.shape[-1], v.shape[-1]
     if head_dim > WIDEST_KEY:
         return f"k has head_dim {head_dim}; supported: at most {WIDEST_KEY}"
@@ -45,7 +46,7 @@ def unsupported(k: Tensor, v: Tensor) -> str | None:
 
 def refuse(op: str, reason: str) -> NoReturn:
     """Raise for a call that the contract allows and this backend does not support."""
-    raise NotImplementedError(f"paged_attn::{op}: Neuron: {reason}")
+    checks.refuse(op, f"not supported by the neuron backend: {reason}")
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:

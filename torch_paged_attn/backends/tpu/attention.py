@@ -38,7 +38,7 @@ from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 
 def unsupported(call: Call) -> str | None:
-    """Why there is no kernel for a valid call: the argument, what came, what is supported."""
+    """Why there is no kernel for a valid call: which argument, and what is supported."""
     queries = (*FLOATS, *FLOAT8)
     stored: tuple[str, ...] = (call.q.dtype.name, *EIGHT_BITS)
     if call.q.dtype.name == "float16" and call.block_table is not None:

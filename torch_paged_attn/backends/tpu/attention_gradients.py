@@ -53,12 +53,12 @@ def unsupported_backward(call: Call) -> str | None:
     if call.op != "flash_varlen":
         return f"{call.op} has no backward on TPUs; supported: flash_varlen"
     if call.block_table is not None:
-        return "block_table came, and there is no backward for paged keys; allowed: packed k and v"
+        return "there is no gradient for paged keys; supported: packed k and v"
     if (dtype := call.q.dtype.name) not in FLOATS:
-        return f"q has dtype {dtype}, which has no backward; allowed: {', '.join(FLOATS)}"
+        return f"q has dtype {dtype}, which has no backward; supported: {', '.join(FLOATS)}"
     for name, dtype in (("k", call.k.dtype.name), ("out_dtype", call.result_dtype.name)):
         if dtype != call.q.dtype.name:
-            return f"{name} is {dtype}; allowed: {call.q.dtype.name}, as q"
+            return f"{name} is {dtype}; supported: {call.q.dtype.name}, as q"
     return None
 
 

@@ -145,6 +145,13 @@ def flash_varlen(*args: Any, run: Run | None = None, **options: Any) -> tuple[Te
     return _attend(run, "flash_varlen", args, options)
 
 
+def flash_varlen_out(out: Tensor, *args: Any, run: Run | None = None, **options: Any) -> Tensor:
+    """As in the op; JAX returns new arrays, so that the result is copied."""
+    found, lse = flash_varlen(*args, run=run, out_dtype=out.dtype, **options)
+    out.copy_(found)
+    return lse
+
+
 def blocksparse(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """As in the op."""
     return _attend(run, "blocksparse", args, options)

@@ -184,4 +184,4 @@ def bind(
     try:
         return inspect.signature(function).bind(*tensors, **options).arguments
     except TypeError as error:
-        raise TypeError(f"paged_attn::{op}: {error}") from None
+        raise TypeError(f"{op}(): {error}") from None

@@ -2,7 +2,9 @@
 
 from typing import NoReturn
 
+from torch_paged_attn.ops import checks
+
 
 def refuse(op: str, reason: str) -> NoReturn:
     """Raise for a call that `unsupported` has a reason against."""
-    raise NotImplementedError(f"paged_attn::{op}: TPU: {reason}")
+    checks.refuse(op, f"not supported by the tpu backend: {reason}")

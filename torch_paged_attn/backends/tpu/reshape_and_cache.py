@@ -202,7 +202,7 @@ def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
 
 
 def unsupported(key: Array, cache: Array) -> str | None:
-    """Why there is no kernel for a write: the argument, what came, what is supported."""
+    """Why there is no kernel for a write: which argument, and what is supported."""
     given, stored = key.dtype.name, cache.dtype.name
     taken = (given, *EIGHT_BITS, "int16") if given == "float16" else (given, *EIGHT_BITS)
     if stored not in taken:

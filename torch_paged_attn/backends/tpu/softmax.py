@@ -13,8 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.registers import LANES
+
+# JAX 0.12 has moved it
+reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 
 LOG2_E = math.log2(math.e)
 
@@ -170,6 +174,6 @@ class Softmax:
         if dtype == jnp.float32:
             out = acc / across(divisor, acc.shape[1])
         else:
-            guess = pl.reciprocal(divisor, approx=True)
+            guess = reciprocal(divisor, approx=True)
             out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
         return out, m, divisor

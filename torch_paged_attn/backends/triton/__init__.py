@@ -17,7 +17,10 @@ class Triton(Backend):
     lacks = lacks_in_backward = ()
     # the functions check a call when they plan it; a call like an earlier one needs no new plan
     checks_metadata = True
-    announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
+    announces = (
+        *("flash_varlen", "flash_varlen_out", "blocksparse"),
+        *("flash_varlen_backward", "blocksparse_backward"),
+    )
 
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -71,11 +74,12 @@ class Triton(Backend):
         """Cache writes stay opaque, because a graph would copy a tensor that a kernel writes
         through two views. Backwards stay opaque, because checkpointing and the partitioner look for
         them, and so do the ops of selected keys. Attention returns NotImplemented for the calls of
-        `flash_varlen.why_opaque`.
+        `flash_varlen.why_opaque`, and stays opaque where it writes into a tensor of the caller's.
         """
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
-        if op.startswith(("reshape_and_cache", "select")) or op.endswith("_backward"):
+        is_opaque = op.startswith(("reshape_and_cache", "select"))
+        if is_opaque or op.endswith(("_backward", "_out")):
             return None
         function = self.function(op)
 

@@ -6,12 +6,16 @@ memory: it makes the calls with tensors on the CPU, starts nothing, and compiles
 kernels for the GPU that it is told of. Who makes the calls afterwards finds these in the cache.
 """
 
+import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,17 +27,31 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 from triton.runtime.driver import driver
 
+from torch_paged_attn import environment
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, target_of
 
-# a function of a device that calls operators there; it can be pickled
-Calls = Callable[[torch.device], None]
+# a function of a device that calls operators there, or returns functions that do; it can be pickled
+Calls = Callable[[torch.device], "list[Callable[[], None]] | None"]
 
 
 def compile_ahead(make_calls: Calls, device: torch.device, num_processes: int) -> None:
     """Compile the kernels of the calls for a device of this machine, by so many processes at once.
     If a process fails, a warning says why, and its share is left to whoever needs it.
     """
+    _run_processes(make_calls, device, num_processes)
+
+
+def compile_calls(make_calls: Calls, device: torch.device, num_processes: int) -> list[int]:
+    """The same for a function that returns a list of calls, of which each process makes a share.
+    Returns the indices of some calls: they take all kernels that any of the calls takes.
+    """
+    answers = _run_processes(make_calls, device, num_processes)
+    return sorted({i for answer in answers for i in json.loads(answer or "[]")})
+
+
+def _run_processes(make_calls: Calls, device: torch.device, num_processes: int) -> list[str]:
+    """The last lines that the processes printed."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "work.pt"
         with torch.cuda.device(device):
@@ -44,42 +62,75 @@ def compile_ahead(make_calls: Calls, device: torch.device, num_processes: int) -
                 pool.submit(_run_process, work, index, num_processes)
                 for index in range(num_processes)
             ]
-        failed = [reason for share in shares if (reason := share.result())]
+        results = [share.result() for share in shares]
+    failed = [reason for reason, _ in results if reason]
     if failed:
         warnings.warn(
             f"warmup: {len(failed)} of {num_processes} processes that compile failed; what they"
             f" leave is compiled when it is called. The first said: {failed[0]}",
-            stacklevel=3,
+            stacklevel=4,
         )
+    return [answer for _, answer in results]
 
 
-def _run_process(work: Path, index: int, count: int) -> str:
-    """The last line that a process said which failed; else nothing."""
+def _run_process(work: Path, index: int, count: int) -> tuple[str, str]:
+    """The last line of a process's error if it failed, and of what it printed if not."""
     paths = os.pathsep.join(x for x in sys.path if x)
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     command = [sys.executable, "-m", __name__, str(work), str(index), str(count)]
     done = subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True)
     if done.returncode == 0:
-        return ""
-    return done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        return "", done.stdout.strip().rpartition("\n")[2]
+    return done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}", ""
+
+
+@dataclasses.dataclass
+class Known:
+    """The indices that `compile_calls` returned; None: it has not been called yet."""
+
+    calls: list[int] | None
+
+
+@contextlib.contextmanager
+def remembered(described: str, device: torch.device) -> Iterator[Known]:
+    """What was found for calls of this description by this very code, kept in Triton's cache."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.[pj]*[yn]")):  # Python and JSON
+        code.update(file.read_bytes())
+    told = described, str(target_of(device)), triton.__version__, environment.BATCH_INVARIANT
+    code.update(repr(told).encode())
+    path = Path(triton.knobs.cache.dir) / f"torch_paged_attn-{code.hexdigest()}.json"
+    known = Known(json.loads(path.read_text()) if path.exists() else None)
+    is_new = known.calls is None
+    yield known
+    if is_new and known.calls:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(known.calls))
+        beside.replace(path)
 
 
 class Share(triton.AsyncCompileMode):
-    """In this context Triton starts no kernel, and compiles the one at `index` of each `count`."""
+    """In this context Triton starts no kernel, and compiles those that no other process has taken:
+    who takes one leaves a file in the folder that all of them share.
+    """
 
-    def __init__(self, index: int, count: int) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(executor=None)
-        self.index, self.count = index, count
+        self.folder = folder
         self.found: set[str] = set()
+        self.taken = 0
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> None:
-        """Triton calls it for each launch of a kernel that it would compile. All processes make the
-        same calls, so they count alike.
-        """
+        """Triton calls it for each launch of a kernel that it would compile."""
         if key not in self.found:
             self.found.add(key)
-            if len(self.found) % self.count == self.index:
-                compile_fn()
+            try:
+                (self.folder / hashlib.sha256(key.encode()).hexdigest()).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            self.taken += 1
+            compile_fn()
 
 
 class OnGPU(TorchDispatchMode):
@@ -107,16 +158,25 @@ class NoDriver(GPUDriver):
 
 
 def compile_share(
-    make_calls: Calls, target: Target, gpu: GPUTarget, index: int, count: int
-) -> set[str]:
-    """Compile one process's share of the kernels; the keys of all of them in Triton's cache."""
+    make_calls: Calls, target: Target, gpu: GPUTarget, folder: Path, index: int, count: int
+) -> list[int]:
+    """Compile one process's share of the kernels. Of a list of calls it makes each `count`-th, and
+    returns the indices of those for which it compiled.
+    """
     driver.set_active(NoDriver(gpu))
-    with assume(target), OnGPU(), Share(index, count) as share:
-        make_calls(torch.device("cpu"))
-    return share.found
+    needed = []
+    with assume(target), OnGPU(), Share(folder) as share:
+        calls = make_calls(torch.device("cpu")) or []
+        with torch.inference_mode():
+            for i in range(index, len(calls), count):
+                before = share.taken
+                calls[i]()
+                if share.taken > before:
+                    needed.append(i)
+    return needed
 
 
 if __name__ == "__main__":
-    file, *numbers = sys.argv[1:]
-    work = torch.load(file, map_location="cpu", weights_only=False)
-    compile_share(*work, *map(int, numbers))
+    file, index, count = sys.argv[1:]
+    calls, target, gpu = torch.load(file, map_location="cpu", weights_only=False)
+    print(json.dumps(compile_share(calls, target, gpu, Path(file).parent, int(index), int(count))))

@@ -248,17 +248,22 @@ class AttentionOp:
         """The plan for the operator's tensors. `longest` and `reach` are what `said_of_longest` and
         `said_of_reach` return.
         """
-        tensors = *tensors, *(None,) * (self._most - len(tensors))
-        tensors, copied = without_gaps(self._names, tensors)
-        plan = self._plan_contiguous(longest, reach, tensors, options)
-        return after_copies(plan, copied)
-
-    def _plan_contiguous(
-        self, longest: int, reach: int, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
-    ) -> Plan:
-        args = *tensors[: self._hints], 0, reach, *tensors[self._hints :]
+        args, copied = self._planned_for(reach, tensors)
         call = self._call_of(*args, **options)
         self._check(call)
+        return after_copies(self._plan_checked(call, longest), copied)
+
+    def _planned_for(
+        self, reach: int, tensors: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """The operator's positional arguments for which a plan is made, and which of the given
+        tensors are copied first.
+        """
+        tensors = *tensors, *(None,) * (self._most - len(tensors))
+        tensors, copied = without_gaps(self._names, tensors)
+        return (*tensors[: self._hints], 0, reach, *tensors[self._hints :]), copied
+
+    def _plan_checked(self, call: AttentionCall, longest: int) -> Plan:
         if is_traced():
             if why_opaque(call, longest) is not None:
                 return NotImplemented

@@ -14,7 +14,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
 from torch_paged_attn.ops import paths
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import refuse
 from torch_paged_attn.ops.flash_varlen_backward import check
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ class BackwardOp:
         call = self._call_of(*args, **options)
         ranks = call.forward.key_ranks
         if call.wanted[3] and call.forward.layout is not None and ranks > 1:
-            allowed = "1 beside a layout where the gradient of attn_bias is asked for"
-            fail(call.op, "key_ranks", f"is {ranks}", allowed, NotImplementedError)
+            problem = f"no gradient of attn_bias with a layout and key_ranks = {ranks}"
+            refuse(call.op, problem, "pass an attn_bias that requires no grad")
         if (reason := lacks_room(call.forward)) is not None:
-            fail(call.op, "q", reason, "16 bits on this GPU", NotImplementedError)
+            refuse(call.op, reason, "pass tensors of 16 bits on this GPU")
         reason = backward_sm90.unsupported(call)
         paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:

@@ -64,9 +64,10 @@ def plan_attention(call: AttentionCall) -> Plan:
     new_out, new_lse = map(Allocation.like, call.new_results())
     start_long = hopper.plan_launches(call, None, form=form_of(call))
     start_short = portable.plan_beside(call)
+    has_out = call.out is not None
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+        out, lse = tensors[-1] if has_out else new_out(), new_lse()
         # `parts` must not be freed before the second kernel has its memory: the first one uses it
         tile_list, parts = start_long(tensors, addresses, out, lse)
         start_short(tensors, addresses, out, lse, tile_list)

@@ -37,6 +37,7 @@ from torch_paged_attn.backends.triton.runtime.target import (
 )
 from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.paths import Path
 
 # float32 and int32
@@ -82,10 +83,8 @@ def parse(target: str) -> Target:
     arch, _, count = target.partition(":")
     known = arch.startswith("gfx") or (arch.startswith("sm") and arch[2:].isdigit())
     if not known or not count.isdigit() or int(count) == 0:
-        raise ValueError(
-            f"torch_paged_attn.explain: target is {target!r}; allowed: architecture and number of"
-            " multiprocessors, such as 'sm90:132' or 'gfx942:304'"
-        )
+        expected = "an architecture and its multiprocessors, such as 'sm90:132' or 'gfx942:304'"
+        fail("explain", "target", repr(target), expected)
     return Target.of_arch(arch, int(count))
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # up to so many tokens, a program compares its slots with all others; for a few sizes, since a
 # kernel is compiled for each
 FEW_TOKENS = 1024
-WIDTHS = (1, 32, 256, FEW_TOKENS)
+WIDTHS = (32, 256, FEW_TOKENS)
 
 # tokens per program of the first kernel
 CLAIMED = 256
@@ -236,7 +236,8 @@ def choose_rows(
     dim_v = value.shape[2]
     elements = num_heads * max(dim, dim_v)
     block_e = min(next_power_of_2(elements), BLOCK)
-    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
+    # few tokens are spread over many programs; not more finely, since a kernel is compiled for each
+    block_t = BLOCK // block_e if num_tokens > WIDTHS[0] else 1
     options = Options(
         DIM=dim,
         DIM_V=dim_v,

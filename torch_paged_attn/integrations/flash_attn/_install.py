@@ -31,8 +31,8 @@ def install() -> None:
     for name in ("flash_attn", "flash_attn_interface"):
         if not _is_ours(name) and (name in sys.modules or importlib.util.find_spec(name)):
             raise RuntimeError(
-                f"torch_paged_attn.integrations.flash_attn.install: a module {name} came with"
-                " another package; allowed: an environment without it, or imports from"
+                f"torch_paged_attn.integrations.flash_attn.install(): another package provides the"
+                f" module {name}: uninstall it, or import from"
                 " torch_paged_attn.integrations.flash_attn"
             )
     for name, ours in MODULES.items():

@@ -14,6 +14,7 @@ from torch_paged_attn.integrations._arguments import (
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
+    attend_only,
     behind_leftpad,
     in_one_call,
     lengths_of,
@@ -105,26 +106,45 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
     if (
-        rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
-        and cu_seqlens_q is cu_seqlens_k_new is out is None
+        rotary_cos
+        is rotary_sin
+        is cache_batch_idx
+        is cache_leftpad
+        is cu_seqlens_k_new
+        is out
+        is None
     ):
         left, right = both_sides(name, window_size)
-        found = in_one_call(
-            (q, k_cache, v_cache, k, v, cache_seqlens, table),
-            s_aux,
-            (k_descale, v_descale),
-            softmax_scale=softmax_scale,
-            causal=bool(causal),
-            window_size_left=left,
-            window_size_right=right,
-            softcap=softcap,
-        )
+        options: dict[str, Any] = {
+            "softmax_scale": softmax_scale,
+            "causal": bool(causal),
+            "softcap": softcap,
+        }
+        if left >= 0 or right >= 0:
+            options |= {"window_size_left": left, "window_size_right": right}
+        found = None
+        if k is v is None:
+            found = attend_only(
+                *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
+                alibi_slopes=alibi_slopes,
+                sinks=s_aux,
+                q_descale=q_descale,
+                k_descale=k_descale,
+                v_descale=v_descale,
+                **options,
+            )
+        elif alibi_slopes is q_descale is cu_seqlens_q is None:
+            tensors = q, k_cache, v_cache, k, v, cache_seqlens, table
+            found = in_one_call(tensors, s_aux, (k_descale, v_descale), **options)
         if found is not None:
             result, lse = found
-            result = result.view(*q.shape[:3], -1)
+            if cu_seqlens_q is None:
+                result = result.view(*q.shape[:3], -1)
             if not return_softmax_lse:
                 return result
-            return result, lse_per_sequence(lse, q.shape[0], q.shape[1])
+            if cu_seqlens_q is None:
+                lse = lse_per_sequence(lse, q.shape[0], q.shape[1])
+            return result, lse
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):

@@ -50,15 +50,19 @@ class Sizes(NamedTuple):
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
+    heads_per_unit: int  # tiles of one KV head that are worked on one after the other
+    # slots from one page of keys to the next if IS_ROWS, since it is the length of a cache that may
+    # grow; else None
+    k_page_rows: Any = None
+    v_page_rows: Any = None
 
 
 class Scalars(NamedTuple):
     """Numbers that follow from the description of a call and its tiles."""
 
     num_heads: int
-    heads_per_unit: int  # tiles of one KV head that are worked on one after the other
     stride_layout_batch: int  # in heads of a layout; 0 where the batch shares one
-    k_page_rows: int  # slots from one page of keys to the next
+    k_page_rows: int  # slots from one page of keys to the next; 0 if IS_ROWS
     v_page_rows: int
     stride_alibi_batch: int
     stride_alibi_head: int
@@ -79,6 +83,7 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
+    page_size: Any = None  # None unless PAGE_SIZE is -1
 
 
 class Options(NamedTuple):
@@ -96,7 +101,8 @@ class Options(NamedTuple):
     PACKED_HEADS: int  # query heads that share a tile: rows of a token
     TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over belong to none
     GROUP_SIZE: int
-    PAGE_SIZE: int  # 0 for packed keys
+    PAGE_SIZE: int  # 0 for packed keys and if IS_ROWS; -1: it is `Scalars.page_size`
+    IS_ROWS: bool  # each sequence has one page, so that its keys are like packed ones
     IS_CAUSAL: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool

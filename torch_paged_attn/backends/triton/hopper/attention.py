@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.hopper import choices, tiles
 from torch_paged_attn.backends.triton.hopper.arguments import Pointers, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_lists, plan_block_lists
 from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
-from torch_paged_attn.backends.triton.hopper.support import is_sorted, key_bound
+from torch_paged_attn.backends.triton.hopper.support import key_bound
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import Lengths, plan_tile_list
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
@@ -49,9 +49,10 @@ def plan_attention(
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
     start = plan_launches(call, None, config, form)
+    has_out = call.out is not None
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+        out, lse = tensors[-1] if has_out else new_out(), new_lse()
         start(tensors, addresses, out, lse)
         return out, lse
 
@@ -77,7 +78,7 @@ class LaunchKind:
             *(() if is_stored else ("out",)),
         }
         self.pick = _picker(names, [x if x not in left_out else None for x in Pointers._fields])
-        self._scalars = tiles.scalars_of(call, packed_heads)
+        self._scalars = tiles.scalars_of(call)
         # which products the compiler fuses with sums differs from row to row
         self._is_fused = not call.is_batch_invariant
         self._first: Launch | None = None
@@ -124,10 +125,7 @@ def _kind_of_launches(
     # what of the sizes `tiles.options_of` and `scalars_of` go by
     parts = tiles.parts_of(call, config, form)
     shares = tiles.shares_parts(call, parts, form)
-    kinds, key = (
-        kind_of(call, _no_launches_yet),
-        (config, packed_heads, form, parts, shares, is_sorted(call)),
-    )
+    kinds, key = kind_of(call, _no_launches_yet), (config, packed_heads, form, parts, shares)
     if key not in kinds:
         kinds[key] = LaunchKind(call, call.new_results()[0], config, packed_heads, form)
     return kinds[key]
@@ -172,7 +170,7 @@ def plan_launches(
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
         build_lists = plan_block_lists(layout, *shape, key_bound(call), options.IS_CAUSAL)
         lists_per_head = number_of_lists(layout, shape[0], key_bound(call))
-    sizes = tiles.sizes_of(call, of_unlisted or lists_per_head)
+    sizes = tiles.sizes_of(call, of_unlisted or lists_per_head, packed_heads)
     launch = kind.launch(programs, sizes)
     pick, pick_lengths, pick_layout = kind.pick, kind.pick_lengths, kind.pick_layout
     q_boxes, k_boxes, v_boxes, out_boxes = kind.boxes

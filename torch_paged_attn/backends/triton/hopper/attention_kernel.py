@@ -77,7 +77,8 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
 @gluon.jit(do_not_specialize=Sizes._fields)
 def _hopper_attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, pointers,
-    num_pages, batch, total_q, lists_per_head, stride_table,
+    num_pages, batch, total_q, lists_per_head, stride_table, heads_per_unit, k_page_rows,
+    v_page_rows,
     scalars,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
@@ -133,7 +134,10 @@ def _hopper_attention_fwd_kernel(
         p = pipelines
         halves = new_halves(OPTIONS.BLOCK_M, OPTIONS.WIDTH_V)
         pipelines = Pipelines(p.q, p.k, p.v, p.work_info, found=p.found, halves=halves)
-    sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
+    sizes = Sizes(
+        num_pages, batch, total_q, lists_per_head, stride_table, heads_per_unit, k_page_rows,
+        v_page_rows,
+    )  # fmt: skip
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(

@@ -1,7 +1,7 @@
 """Which form a launch of Hopper's kernel takes, which tiles it has, and how many heads share one.
 
 All of it follows from a call's description, its sizes, and what the caller says of the longest
-sequence; no tensor is read. The limits are those of measurements: benchmarks/notes/gpu.md.
+sequence; no tensor is read. The limits are those of measurements: docs/design/hopper_forward.md.
 """
 
 from typing import NamedTuple
@@ -292,7 +292,7 @@ def is_numbered(call: AttentionCall) -> bool:
     """
     if lacking(call, OF_LISTS) is not None:
         return False
-    # what was measured: notes/gpu.md
+    # limits from measurements: docs/design/hopper_forward.md
     if reach_of(call) > (MOST_REACH_OF_WAVE if _is_one_wave(call) else MOST_REACH):
         return False
     is_narrow_head = width_of(call.head_dim) == 64

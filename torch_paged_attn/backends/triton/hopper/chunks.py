@@ -1,7 +1,7 @@
 """Chunks of prompts in pages: which have tiles of few rows, whose are numbered, and whose keys two
 consumers divide.
 
-The limits are those of measurements: benchmarks/notes/gpu.md.
+The limits are those of measurements: docs/design/hopper_forward.md.
 """
 
 from torch_paged_attn.attention_call import AttentionCall

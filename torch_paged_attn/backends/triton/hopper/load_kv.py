@@ -29,7 +29,7 @@ class KeyRange(NamedTuple):
     """The keys that a tile of queries visits, as values of the kernel."""
 
     table: Any  # the sequence's row of the block table; 0 for packed keys
-    k_start: Any  # the sequence's first row of packed keys
+    k_start: Any  # the sequence's first row of packed keys; if IS_ROWS, its only page
     key_len: Any
     first_key: Any  # of those that a window shows
     kv_head: Any
@@ -57,16 +57,18 @@ class KvLoader:
     slots: tuple_of_values
     pipeline: Pipeline
     page_rows: gl.tensor
+    page_size: gl.tensor
     num_pages: gl.tensor
     OPTIONS: gl.constexpr
     PART: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, slots, pipeline, page_rows, num_pages, OPTIONS, PART):
+    def __init__(self, desc, slots, pipeline, page_rows, page_size, num_pages, OPTIONS, PART):
         self.desc = desc
         self.slots = slots
         self.pipeline = pipeline
         self.page_rows = page_rows
+        self.page_size = page_size
         self.num_pages = num_pages
         self.OPTIONS = gl.constexpr(OPTIONS)
         self.PART = gl.constexpr(PART)
@@ -104,19 +106,28 @@ class KvLoader:
             self._load_runs(n, runs, keys)
 
     @gluon.jit
+    def _slot_of(self, j):
+        """Which of a sequence's pages key number j is in, its slot there, and the page size."""
+        if self.OPTIONS.PAGE_SIZE > 0:
+            PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
+            return j // PAGE_SIZE, j % PAGE_SIZE, PAGE_SIZE
+        else:
+            return j // self.page_size, j % self.page_size, self.page_size
+
+    @gluon.jit
     def _find_pages(self, starts, stops, keys):
         """The page of each box of runs of keys, -1 where there is none to read."""
         RUN: gl.constexpr = self.OPTIONS.BLOCK_N // len(starts)
         ROWS: gl.constexpr = rows_of_box(self.desc.block_shape)
         BOXES: gl.constexpr = self.OPTIONS.BLOCK_N // ROWS // self.OPTIONS.KV_PARTS
         FIRST: gl.constexpr = self.PART * BOXES
-        PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
         pages = ()
         for i in gl.static_range(FIRST, FIRST + BOXES):
             j = starts[i * ROWS // RUN] + i * ROWS % RUN
             # entries past the keys, or before a window, may hold anything: they are not read
             seen = (j < stops[i * ROWS // RUN]) & (j + ROWS > keys.first_key)
-            page = gl.load(keys.table + j // PAGE_SIZE, mask=seen, other=-1)
+            entry, _, _ = self._slot_of(j)
+            page = gl.load(keys.table + entry, mask=seen, other=-1)
             # the compiler of kernels knows no unpacking
             pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005
         return pages
@@ -173,9 +184,12 @@ class KvLoader:
         if PAGE_SIZE == 0:
             self.pipeline.producer_acquire(n)
             mbarrier.expect(barrier, desc.block_type.nbytes * BOXES)
+            first = keys.k_start
+            if self.OPTIONS.IS_ROWS:
+                first = keys.k_start * self.page_rows
             for i in gl.static_range(BOXES):
                 box = self.pipeline.tile(n).slice(i * ROWS, ROWS, dim=2)
-                load_rows(desc, keys.k_start, stops[i], starts[i], keys.kv_head, barrier, box)
+                load_rows(desc, first, stops[i], starts[i], keys.kv_head, barrier, box)
         else:
             # all of them on their way before anything waits
             pages = self._find_pages(starts, stops, keys)
@@ -185,11 +199,12 @@ class KvLoader:
                 j = starts[i * ROWS // RUN] + i * ROWS % RUN
                 page = pages[i - FIRST]
                 is_page = (page >= 0) & (page < self.num_pages)
-                left = stops[i * ROWS // RUN] - j // PAGE_SIZE * PAGE_SIZE
-                size = gl.where(is_page, gl.minimum(left, PAGE_SIZE), 0)
+                _, slot, page_size = self._slot_of(j)
+                left = stops[i * ROWS // RUN] - (j - slot)
+                size = gl.where(is_page, gl.minimum(left, page_size), 0)
                 start = gl.where(is_page, page, 0) * self.page_rows
                 box = self.pipeline.tile(n).slice(i * ROWS, ROWS, dim=2)
-                load_rows(desc, start, size, j % PAGE_SIZE, keys.kv_head, barrier, box)
+                load_rows(desc, start, size, slot, keys.kv_head, barrier, box)
 
     @gluon.jit
     def _copy_tiles(self, n, stop, num_tiles, keys):

@@ -137,12 +137,13 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
     start = mla_bytes.plan_launches(call) if converts(call) else plan_launches(call, results[0])
+    has_out = call.out is not None
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         _, k, v = addresses[:3] if addresses is not None else [x.data_ptr() for x in tensors[:3]]
         if k != v:
             return otherwise(tensors, addresses)
-        out, lse = new_out(), new_lse()
+        out, lse = tensors[-1] if has_out else new_out(), new_lse()
         start(tensors, addresses, out, lse)
         return out, lse
 

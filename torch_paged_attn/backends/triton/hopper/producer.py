@@ -119,6 +119,16 @@ def _lengths_of(b, params):
 
 
 @gluon.jit
+def _only_page(b, params):
+    """The page that holds all keys of sequence b; a bad id that nobody checked is the last page's,
+    and padding rows have none."""
+    sizes = params.sizes
+    entry = params.pointers.block_table + b.to(gl.int64) * sizes.stride_table
+    page = gl.load(entry, mask=b < sizes.batch, other=0)
+    return gl.minimum(page.to(gl.uint32), (sizes.num_pages - 1).to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.constexpr):
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
@@ -189,6 +199,8 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     work_info.put(tile, HEAD, head * PACKED_HEADS)
     work_info.put(tile, CONTEXT_LEN, context_len)
     work_info.put(tile, BATCH, b)
+    if OPTIONS.IS_ROWS:
+        k_start = _only_page(b, params)
     work_info.put(tile, K_START, k_start)
     if HAS_LAYOUT:
         work_info.put(tile, FIRST_ENTRY, first_entry)
@@ -210,13 +222,22 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     if HAS_LAYOUT:
         list_ptr = pointers.entries + first_entry
     table = 0
-    if OPTIONS.PAGE_SIZE > 0:
+    if OPTIONS.PAGE_SIZE != 0:
         table = pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
     kv_head = head * PACKED_HEADS // OPTIONS.GROUP_SIZE
     keys = KeyRange(
         table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
     )
     return key_loader.load_tiles(n, kv_start, num_kv_tiles, keys)
+
+
+@gluon.jit
+def _page_size(params, OPTIONS: gl.constexpr):
+    """The page size if the kernel is not compiled for it; else any number, which is not used."""
+    if OPTIONS.PAGE_SIZE < 0:
+        return params.scalars.page_size
+    else:
+        return params.sizes.num_pages
 
 
 @gluon.jit
@@ -231,9 +252,10 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
         found = pipelines.found.index(PART)
     slots = (first, scalars.stride_k, scalars.stride_k_head, found)
     stored = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
+    page_rows = params.sizes.k_page_rows if OPTIONS.IS_ROWS else scalars.k_page_rows
     return KvLoader(
-        params.k_desc, slots, stored, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
-        PART,
+        params.k_desc, slots, stored, page_rows, _page_size(params, OPTIONS),
+        params.sizes.num_pages, OPTIONS, PART,
     )  # fmt: skip
 
 
@@ -249,9 +271,10 @@ def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexp
         found = pipelines.found.index(2 + PART)
     slots = (first, scalars.stride_v, scalars.stride_v_head, found)
     stored = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
+    page_rows = params.sizes.v_page_rows if OPTIONS.IS_ROWS else scalars.v_page_rows
     return KvLoader(
-        params.v_desc, slots, stored, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
-        PART,
+        params.v_desc, slots, stored, page_rows, _page_size(params, OPTIONS),
+        params.sizes.num_pages, OPTIONS, PART,
     )  # fmt: skip
 
 
@@ -293,7 +316,8 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         while unit < units:
             # all units are worked on at once, if they are no more than programs
             at = _tile_of(
-                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, units <= programs,
+                unit, pointers.tile_list, num_tiles, params.sizes.heads_per_unit,
+                units <= programs,
                 OPTIONS.COUNTERS,
             )  # fmt: skip
             n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)

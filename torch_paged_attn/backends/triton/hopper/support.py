@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
+from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
@@ -114,7 +115,7 @@ def _unsupported_kind(call: AttentionCall) -> str | None:
         return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
-        if page_size % LEAST_BOX and not gathers(call):
+        if page_size % LEAST_BOX and not (gathers(call) or has_rows(call)):
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
@@ -283,6 +284,8 @@ def is_bound(window: int) -> bool:
 def gathers(call: AttentionCall) -> bool:
     """Whether rows of keys are copied one by one, because pages are smaller than a box."""
     if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
+        return False
+    if has_rows(call):
         return False
     if converts(call) and width_of(call.head_dim) > 128:
         return False  # registers spill

@@ -43,6 +43,11 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
+from torch_paged_attn.backends.triton.page_sizes import (
+    compiled_size,
+    has_rows,
+    size_at_run_time,
+)
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
@@ -79,7 +84,8 @@ LEAST_OF_PROGRAM = 128
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
     """Whether pages are so small that their boxes are better loaded whole: see `atoms_of_rows`."""
-    is_small = LEAST_BOX <= call.page_size < 32 and call.layout is None and not converts(call)
+    is_small = LEAST_BOX <= compiled_size(call) < 32 and call.layout is None
+    is_small = is_small and not converts(call)
     return is_small and all(
         x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
     )
@@ -129,7 +135,7 @@ def options_of(
             layout.q_block_size, layout.k_block_size, config.CONSUMERS * tokens, config.BLOCK_N
         )
     is_whole = _pages_in_atoms(call) or is_float8(call)
-    boxes = config.BLOCK_N // _rows_of_box(call.page_size, keys_per_entry)
+    boxes = config.BLOCK_N // _rows_of_box(call, keys_per_entry)
     options = Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -139,7 +145,8 @@ def options_of(
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
-        PAGE_SIZE=call.page_size,
+        PAGE_SIZE=compiled_size(call) if size_at_run_time(call) is None else -1,
+        IS_ROWS=has_rows(call),
         IS_CAUSAL=call.window_right == 0,
         HAS_LEFT=is_bound(call.window_size_left),
         HAS_RIGHT=is_bound(call.window_right),
@@ -175,16 +182,17 @@ def options_of(
     return fit_stages(options, call.q.itemsize, call.k.itemsize)
 
 
-def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
+def _rows_of_box(call: AttentionCall, keys_per_entry: int) -> int:
     """Rows of keys that the accelerator loads at once: of one page and of one entry of a list. What
     is less is copied."""
+    page_size = 0 if has_rows(call) else call.page_size
     return max(math.gcd(page_size or keys_per_entry, keys_per_entry), LEAST_BOX)
 
 
-def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
+def scalars_of(call: AttentionCall) -> Scalars:
     """Numbers that follow from the description and the tiles, which no kernel is compiled for."""
     k, v, slopes, layout = call.k, call.v, call.alibi_slopes, call.layout
-    is_paged, strides = call.page_size > 0, {}
+    has_pages, strides = call.page_size > 0 and not has_rows(call), {}
     if gathers(call):
         of_k, of_v = (("stride_k", k), ("stride_v", v))
         strides = {name: x.stride(2) for name, x in (of_k, of_v)}
@@ -195,10 +203,9 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
     unit = call.softcap or call.scale
     return Scalars(
         num_heads=call.num_heads,
-        heads_per_unit=(call.num_heads if is_sorted(call) else call.group_size) // packed_heads,
         stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
-        k_page_rows=k.stride(0) // k.stride(2) if is_paged else 0,
-        v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
+        k_page_rows=k.stride(0) // k.stride(2) if has_pages else 0,
+        v_page_rows=v.stride(0) // v.stride(2) if has_pages else 0,
         stride_alibi_batch=alibi_strides[0],
         stride_alibi_head=alibi_strides[1],
         window_left=max(call.window_size_left, 0) if is_bound(call.window_size_left) else 0,
@@ -206,6 +213,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
+        page_size=size_at_run_time(call),
         **strides,
         **_strides_of_descales(call),
     )
@@ -220,14 +228,18 @@ def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
     return strides
 
 
-def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
+def sizes_of(call: AttentionCall, lists_per_head: int, packed_heads: int) -> Sizes:
     """Numbers that differ from call to call."""
+    page_rows = [x.stride(0) // x.stride(2) if has_rows(call) else None for x in (call.k, call.v)]
     return Sizes(
         num_pages=call.k.shape[0],
         batch=call.batch,
         total_q=call.total_q,
         lists_per_head=lists_per_head,
         stride_table=0 if call.block_table is None else call.block_table.stride(0),
+        heads_per_unit=(call.num_heads if is_sorted(call) else call.group_size) // packed_heads,
+        k_page_rows=page_rows[0],
+        v_page_rows=page_rows[1],
     )
 
 
@@ -260,7 +272,7 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
-    rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
+    rows = _rows_of_box(call, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
@@ -274,7 +286,7 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
 def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
     """What the kernel that lists the tiles is compiled for."""
     return TileOptions(
-        IS_PAGED=options.PAGE_SIZE > 0,
+        IS_PAGED=options.PAGE_SIZE != 0 or options.IS_ROWS,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
         TOKENS=options.ROW_GROUPS * options.TOKENS,

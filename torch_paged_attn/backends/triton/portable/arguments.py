@@ -10,8 +10,13 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import as_stored
+from torch_paged_attn.backends.triton.page_sizes import compiled_size, size_at_run_time
 from torch_paged_attn.backends.triton.portable.formats import Formats
-from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    LONG_PAGES,
+    SHORT_PAGES,
+    chunks,
+)
 from torch_paged_attn.backends.triton.portable.groups import (
     Options,
     Pointers,
@@ -169,6 +174,7 @@ def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
         num_heads=call.num_heads,
         key_rank=call.key_rank if call.key_ranks > 1 else None,
         min_units=tiles.min_units,
+        page_size=size_at_run_time(call),
     )
 
 
@@ -193,6 +199,13 @@ def sizes(call: AttentionCall) -> Sizes:
         layout_rows=layout_rows,
         nnz=nnz,
     )
+
+
+def _page_size(call: AttentionCall, block_n: int) -> int:
+    """The page size that is compiled in, or what stands for it."""
+    if (size := size_at_run_time(call)) is None:
+        return compiled_size(call)
+    return (LONG_PAGES if size >= block_n else SHORT_PAGES).value
 
 
 def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, target: Target) -> bool:
@@ -231,7 +244,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         TOKENS=tiles.tokens,
         GAP=tiles.gap,
         IS_PAGED=call.page_size > 0,
-        PAGE_SIZE=call.page_size,
+        PAGE_SIZE=_page_size(call, tiles.block_n),
         HAS_LAYOUT=layout is not None,
         Q_BLOCK=0 if layout is None else layout.q_block_size,
         K_BLOCK=0 if layout is None else layout.k_block_size,

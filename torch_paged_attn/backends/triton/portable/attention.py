@@ -102,9 +102,10 @@ class Kind:
         kind, launch, scratch = self._launch(call, tiles)
         new_out, new_lse = kind.results(call.total_q)
         sizes, pick = arguments.sizes(call), kind.pick
+        has_out = call.out is not None
 
         def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-            out, lse = new_out(), new_lse()
+            out, lse = tensors[-1] if has_out else new_out(), new_lse()
             held = None if scratch is None else scratch()
             if launch.is_ready:
                 shared = (None, None) if held is None else held.addresses

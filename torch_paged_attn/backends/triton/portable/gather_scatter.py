@@ -9,6 +9,9 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import decode, encode
 
+# in place of a page size that is not compiled in: pages of at least BLOCK_N keys, and smaller ones
+LONG_PAGES, SHORT_PAGES = tl.constexpr(-1), tl.constexpr(-2)
+
 
 def chunks(dim: int, smallest: int) -> tuple[int, int]:
     """`dim` as one or two powers of two that cover it: (80 -> 64, 16), (128 -> 128, 0)."""
@@ -145,10 +148,11 @@ def find_pages(
     PAGE_SIZE: tl.constexpr,
     IS_INSIDE: tl.constexpr,
     IS_ALIGNED: tl.constexpr = True,
+    page_size=None,
 ):
     """The page, and the slot within the page, of BLOCK_N keys from n0 on; int64. Packed keys are
     one long page. IS_ALIGNED: n0 is a multiple of BLOCK_N. IS_INSIDE: all keys are in [start,
-    stop).
+    stop). `page_size` is for LONG_PAGES and SHORT_PAGES.
 
     A key outside [start, stop) is replaced by the nearest one inside. So block_table entries and
     keys that no query may see are not read, and loads need no mask. An invalid page id is replaced
@@ -160,6 +164,23 @@ def find_pages(
     if PAGE_SIZE == 0:
         page = tl.zeros([], tl.int64)
         slot = j
+    elif PAGE_SIZE == LONG_PAGES:
+        # the tile is in one page or in two, so that one division finds them
+        last = n0 + BLOCK_N - 1
+        if not IS_INSIDE:
+            n0 = tl.maximum(tl.minimum(n0, stop - 1), start)
+            last = tl.maximum(tl.minimum(last, stop - 1), start)
+        entry = n0 // page_size
+        second = (entry + 1) * page_size
+        page = page_at(table_ptr + entry, num_pages)
+        next_page = page_at(table_ptr + entry + 1, num_pages, last >= second)
+        is_next = j >= second
+        page = tl.where(is_next, next_page, page).to(tl.int64)
+        slot = j - tl.where(is_next, second, second - page_size)
+    elif PAGE_SIZE == SHORT_PAGES:
+        entry = j // page_size
+        page = page_at(table_ptr + entry, num_pages).to(tl.int64)
+        slot = j - entry * page_size
     else:
         if PAGE_SIZE % BLOCK_N == 0 and IS_ALIGNED:  # the whole tile is in one page
             if not IS_INSIDE:
@@ -169,6 +190,12 @@ def find_pages(
         else:
             entry = j // PAGE_SIZE
             slot = j % PAGE_SIZE
-        page = tl.load(table_ptr + entry).to(tl.uint32)
-        page = tl.minimum(page, tl.cast(num_pages - 1, tl.uint32)).to(tl.int64)
+        page = page_at(table_ptr + entry, num_pages).to(tl.int64)
     return page, slot.to(tl.int64)
+
+
+@triton.jit
+def page_at(entry_ptr, num_pages, exists=None):
+    """The pages in these entries of a block table; those that do not exist are not read."""
+    page = tl.load(entry_ptr, mask=exists, other=0 if exists is not None else None)
+    return tl.minimum(page.to(tl.uint32), tl.cast(num_pages - 1, tl.uint32))

@@ -100,7 +100,7 @@ def _graph_attention_fwd_kernel(
         dropout_scale = tl.cast(dropout_scale, tl.float32)
     scalars = named(
         "scale factor softcap left right dropout_threshold dropout_scale num_heads key_rank"
-        " min_units"
+        " min_units page_size"
     )(
         scale=tl.cast(scale, tl.float32),
         factor=tl.cast(factor, tl.float32),
@@ -112,6 +112,7 @@ def _graph_attention_fwd_kernel(
         num_heads=numbers.num_heads,
         key_rank=numbers.key_rank,
         min_units=numbers.min_units,
+        page_size=numbers.page_size,
     )
     attend_batch(pointers, named_constants(STRIDES), named_constants(SIZES), scalars, GROUPED)
 

@@ -86,6 +86,7 @@ class Scalars(NamedTuple):
     dropout_scale: Any
     key_rank: Any
     min_units: Any  # the fewest units of work of a program, see `work_info.py`
+    page_size: Any  # None if PAGE_SIZE says it
 
 
 class Sizes(NamedTuple):
@@ -120,6 +121,7 @@ class Options(NamedTuple):
     TOKENS: int  # queries in a tile
     GAP: int  # see `seqlen_info.py`  # see `seqlen_info.py`
     IS_PAGED: bool
+    # 0: packed keys, or one page for each sequence; LONG_PAGES or SHORT_PAGES: `Scalars.page_size`
     PAGE_SIZE: int
     HAS_LAYOUT: bool
     Q_BLOCK: int

@@ -105,7 +105,7 @@ def attend_keys(
                 j = n0 + tl.arange(0, BLOCK_N)
                 page, slot = find_pages(
                     memory.block_table, n0, keys.start, stop, sizes.num_pages, BLOCK_N,
-                    OPTIONS.PAGE_SIZE, phase == 1, OPTIONS.IS_ALIGNED,
+                    OPTIONS.PAGE_SIZE, phase == 1, OPTIONS.IS_ALIGNED, scalars.page_size,
                 )  # fmt: skip
 
                 seen = rows.exists[:, None]

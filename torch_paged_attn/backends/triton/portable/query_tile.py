@@ -13,6 +13,7 @@ from torch_paged_attn.backends.triton.portable.combine import part_weights
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
     load_chunks,
     load_rows,
+    page_at,
     store_rows,
 )
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
@@ -355,6 +356,11 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
         k_ptr = pointers.k + kv_head * strides.k_head
         v_ptr = pointers.v + kv_head * strides.v_head
+        if OPTIONS.PAGE_SIZE == 0:
+            # the sequence's only page; padding rows have none
+            page = page_at(table_ptr, sizes.num_pages, tile.b < sizes.batch).to(tl.int64)
+            k_ptr += page * strides.k_page
+            v_ptr += page * strides.v_page
     else:
         k_start = tl.cast(tile.k_start, tl.int64)
         k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)

@@ -14,6 +14,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.arrivals import MOST_PARTS
 from torch_paged_attn.backends.triton.dequant import holds_pairs
+from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.portable.formats import product_type
 from torch_paged_attn.backends.triton.portable.splits import (
     SplitPlan,
@@ -39,6 +40,9 @@ MOST_PACKED = 64
 
 # 8-bit numbers are decoded by pairs for tiles of at most so many rows
 MOST_PAIRED_ROWS = 32
+
+# the page size that tables of tiles call wide
+WIDE_PAGE = 64
 
 # up to so many warps are slow to merge parts of more than so many rows
 MOST_FEW_WARPS, MOST_LOW_ROWS = 2, 16
@@ -98,7 +102,7 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
         head_dim=max(dims) if call.q_latent is None else sum(dims),
         itemsize=product_type(q.dtype, may_pair, target).primitive_bitwidth // 8,
         kv_itemsize=k.itemsize,
-        page_size=call.page_size,
+        page_size=WIDE_PAGE if has_rows(call) else call.page_size,
         may_pair=may_pair,
         is_plain=not has_scores and call.dropout_p == 0.0 and layout is None,
         is_full=not (is_bound(call.window_size_left) or is_bound(call.window_right)),

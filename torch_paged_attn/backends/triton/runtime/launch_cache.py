@@ -51,7 +51,7 @@ MOST_KERNELS = 512
 SIZED = frozenset(
     (
         *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-        *("q_latent", "tail_mask", "k_start", "q_position"),
+        *("q_latent", "tail_mask", "k_start", "q_position", "out"),
     )
 )
 
@@ -187,7 +187,8 @@ def _kinds_like(call: AttentionCall, environs: tuple[Any, ...]) -> dict[Any, Any
 def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
     offset = x.data_ptr() & 15
     if name == "block_table":
-        return name, offset, x.stride(1)
+        # of one column, kernels are their own: see `page_sizes.py`
+        return name, offset, x.stride(1), x.shape[1] == 1
     shape = x.shape[1:] if name in SIZED else x.shape
     return name, offset, x.dtype, shape, x.stride()
 
@@ -210,7 +211,11 @@ def compiled_for(
     unless the kernel says `do_not_specialize`.
     """
     varying = {param.name for param in kernel.params if param.do_not_specialize}
-    numbers = [(n, _bits(x) if n in varying else _exactly(x)) for n, x in options.items()]
+    given = {param.name for param in kernel.params if not param.is_constexpr} - varying
+    numbers = [
+        (n, _bits(x) if n in varying else _divisors(x) if n in given else _exactly(x))
+        for n, x in options.items()
+    ]
     return kernel, current_device(), tuple([_kind(x) for x in pointers]), *numbers
 
 
@@ -227,6 +232,13 @@ def _exactly(x: Any) -> Any:
     kernels are compiled for each of them.
     """
     return x, tuple(map(type, x)) if isinstance(x, tuple) else type(x)
+
+
+def _divisors(x: Any) -> Any:
+    """What Triton compiles a kernel for of a number, or of the numbers of a group."""
+    if isinstance(x, tuple):
+        return tuple([_divisors(y) for y in x])
+    return (_bits(x), x == 1, x % 16 == 0) if type(x) is int else type(x)
 
 
 def _bits(x: Any) -> Any:

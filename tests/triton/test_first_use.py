@@ -1,0 +1,44 @@
+"""How many kernels a process compiles whose lengths grow with each call. Nothing is compiled."""
+
+import cross_compile
+import growing_calls
+import pytest
+from kernel_counts import counted
+
+STEPS, MOST = 200, 6
+# chips with Hopper's kernels, with the portable ones alone, and AMD's
+ARCHES = ("sm90", "sm80", "gfx942")
+# a step is two calls, a forward and a backward, each of which may take as many
+TRAINING = [name for name in growing_calls.LOOPS if "training" in name]
+# TODO: fewer forms. Hopper's prefill in pages walks through five while a prompt grows from 50 to
+# 3,400 tokens, and the portable kernel through up to five while a batch grows to 200 sequences
+MORE = {
+    ("sm90", "flash_varlen/paged_prefill"): 9,
+    ("sm80", "paged_kv_cache"): 7,
+    ("gfx942", "paged_kv_cache"): 8,
+}
+
+
+def most_kernels(arch, name):
+    return MORE.get((arch, name), 2 * MOST if name in TRAINING else MOST)
+
+
+def count(arch, name):
+    with counted(arch) as kernels:
+        growing_calls.run(name, STEPS)
+    return len(kernels), kernels.report()
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One that compiles nothing, so that it does for all chips."""
+    with cross_compile.workers(1) as found:
+        yield found
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", growing_calls.LOOPS)
+def test_growing_calls_compile_few_kernels(arch, name, process):
+    found, report = process.submit(count, arch, name).result()
+    print(f"{arch} {name}: {found} kernels")
+    assert 0 < found <= most_kernels(arch, name), report

@@ -1,0 +1,106 @@
+"""An engine's warm-up takes every kernel that its steps take. Nothing is compiled here."""
+
+import contextlib
+import random
+from unittest import mock
+
+import pytest
+import torch
+from cross_compile import elsewhere
+
+from torch_paged_attn._serving import Serving, Step
+
+TINY = {"max_batch": 6, "max_tokens": 256, "max_length": 256}
+SMALL = {"max_batch": 24, "max_tokens": 2048, "max_length": 1024}
+LARGE = {"max_batch": 128, "max_tokens": 16384, "max_length": 4608}
+# heads, KV heads and head_dim, and what else differs
+MODELS = {
+    "d64": ((32, 8, 64), {}),
+    "d128": ((32, 8, 128), {}),
+    "window": ((32, 8, 64), {"window_size_left": 511, "window_size_right": 511}),
+    "sinks": ((64, 8, 64), {"window_size_left": 127, "window_size_right": 127, "sinks": True}),
+    "float8": ((32, 8, 128), {"kv_dtype": torch.float8_e4m3fn}),
+    "d256": ((16, 8, 256), {"softcap": 50.0, "window_size_left": 4095}),
+}
+
+
+def serving_of(name, sizes):
+    heads, given = MODELS[name]
+    options = {"softmax_scale": heads[2] ** -0.5, "causal": True} | given
+    dtype = torch.bfloat16
+    return Serving(
+        *heads, dtype, options.pop("kv_dtype", dtype), 16, -(-sizes["max_length"] // 16), **sizes,
+        has_sinks=options.pop("sinks", False), options=tuple(options.items()),
+    )  # fmt: skip
+
+
+def drawn_steps(serving, count):
+    """What a scheduler may make: decodes, drafts, chunks of prompts, and mixed batches."""
+    g = random.Random(2)
+
+    def up_to(most):
+        return g.choice((g.randint(1, most), round(most ** g.random())))
+
+    for number in range(count):
+        batch = up_to(serving.max_batch)
+        total = longest = batch
+        if number % 5 < 2:
+            longest = 1
+        elif number % 5 == 2:
+            longest = g.randint(2, 8)
+            total = g.randint(batch, batch * longest)
+        else:
+            most = min(serving.max_tokens, batch * serving.max_length)
+            total = max(batch, min(most, up_to(serving.max_tokens)))
+            longest = max(-(-total // batch), min(up_to(total), serving.max_length))
+        total = min(total, serving.max_tokens)
+        keys = max(longest, g.choice((serving.max_length, up_to(serving.max_length))))
+        yield Step(batch, total, longest, min(keys, serving.max_length))
+
+
+def keys_taken(serving, steps, arch="sm90"):
+    """How many kernels the warm-up takes, and the steps that take another one."""
+    from triton.runtime.jit import JITFunction, compute_cache_key
+
+    from torch_paged_attn.backends.triton.compile_ahead import OnGPU
+
+    keys = set()
+
+    def note(kernel, *args, grid, warmup, **kwargs):
+        *_, key_cache, _, _, bind = kernel.device_caches[arch]
+        _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
+        keys.add(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", note))
+        stack.enter_context(elsewhere(arch))
+        stack.enter_context(OnGPU())
+        stack.enter_context(torch.inference_mode())
+        cpu = torch.device("cpu")
+        for call in serving.calls(cpu):
+            call()
+        warmed, missed = len(keys), []
+        attend = serving.attention(cpu)
+        for step in steps:
+            count = len(keys)
+            attend(step)
+            if len(keys) > count:
+                missed.append(step)
+    return warmed, missed
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "count"),
+    [
+        ("d64", TINY, 1000),
+        pytest.param("d64", SMALL, 4000, marks=pytest.mark.thorough),
+        pytest.param("d128", SMALL, 4000, marks=pytest.mark.thorough),
+        *(pytest.param(name, LARGE, 20000, marks=pytest.mark.thorough) for name in MODELS),
+    ],
+)
+def test_no_step_takes_another_kernel(name, sizes, count, compiler):
+    serving = serving_of(name, sizes)
+    steps = list(drawn_steps(serving, count))
+    warmed, missed = compiler.submit(keys_taken, serving, steps).result()
+    assert missed == []
+    assert 5 < warmed < 100

@@ -1,0 +1,195 @@
+"""`Serving`: the calls of attention that an engine makes, and a warm-up that covers their kernels.
+
+Which kernel a call takes follows from the numbers of its sequences and queries and from two hints.
+`Serving.steps` lists combinations of them, closer together where kernels change, far more than
+there are kernels. Processes without a GPU plan them all and compile what is missing; the engine's
+process then makes one call for each kernel, which loads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
+
+# numbers of sequences and of queries that are all tried; above, so many to a power of two
+ALL_UP_TO, PARTS = 16, 8
+# queries of the longest sequence, on which a kernel may depend up to so many rows of queries
+FEW, MOST_ROWS = (*range(2, 9), 12, 16, 24, 32, 48, 64), 64
+# longer than that
+LONG = 65
+# keys of the longest sequence: steps of 64 up to the first number, then four to a power of two
+KEYS_IN_STEPS, KEY_STEP = 512, 64
+# pages of the cache of the calls
+PAGES = 64
+
+
+class Step(NamedTuple):
+    """The sizes of one call: max_seqlen_q and max_seqlen_k are hints."""
+
+    batch: int
+    total_q: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _sizes(most: int, least: int = 1, parts: int = PARTS) -> list[int]:
+    """Numbers from `least` to `most`: all of the first, then `parts` to a power of two, and one
+    more than each power.
+    """
+    powers = (1 << i for i in range(most.bit_length()))
+    found = {n * i // parts for n in powers for i in range(parts, 2 * parts)}
+    found |= {*range(1, ALL_UP_TO + 1), *((1 << i) + 1 for i in range(most.bit_length()))}
+    return sorted({x for x in found if least <= x <= most} | {least, most})
+
+
+def _key_hints(most: int) -> list[int]:
+    """The values of max_seqlen_k between which no plan differs."""
+    steps = range(KEY_STEP, min(most, KEYS_IN_STEPS), KEY_STEP)
+    return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """An engine's calls of `flash_varlen_out` and `reshape_and_cache`: what all of them share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    max_pages: int
+    """Columns of the block table."""
+    max_batch: int
+    max_tokens: int
+    """Queries of a step."""
+    max_length: int
+    """Keys of a sequence."""
+    has_sinks: bool = False
+    has_slopes: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further arguments of `flash_varlen_out` by name."""
+
+    def steps(self) -> Iterator[Step]:
+        """Sizes of calls, such that each kernel that a call may take is taken by one of them."""
+        keys = _key_hints(self.max_length)
+        for batch in _sizes(self.max_batch, parts=4):
+            for total, longest in self._queries(batch):
+                for most in keys:
+                    if most >= min(longest, keys[-1]):
+                        yield Step(batch, total, longest, most)
+
+    def _queries(self, batch: int) -> Iterator[tuple[int, int]]:
+        """All queries, and those of the longest sequence."""
+        most = min(self.max_tokens, batch * self.max_length)
+        most_rows = MOST_ROWS * self.num_kv_heads
+        if batch <= most:
+            yield batch, 1
+        for longest in FEW:
+            if longest > self.max_length or longest * self.num_heads > most_rows:
+                break
+            fuller = (batch + batch * (longest - 1) * i // PARTS for i in range(PARTS + 1))
+            for total in {batch + longest - 1, *fuller}:
+                if total <= most:
+                    yield total, longest
+        if self.max_length >= LONG:
+            for total in _sizes(most, min(most, batch + LONG - 1)):
+                yield total, LONG
+
+    def calls(self, device: torch.device) -> list[Callable[[], None]]:
+        """The calls on a device. No sequence has a query or a key: kernels return at once."""
+        write, attend = self._writing(device), self.attention(device)
+        return [
+            *(functools.partial(write, tokens) for tokens in _sizes(self.max_tokens)),
+            *map(functools.partial, itertools.repeat(attend), self.steps()),
+        ]
+
+    def attention(self, device: torch.device) -> Callable[[Step], None]:
+        """A function that makes a call of attention of these sizes."""
+        zeros = functools.partial(torch.zeros, device=device)
+        k_cache, v_cache = self._caches(device)
+        queries, results = (
+            torch.empty(
+                self.max_tokens, self.num_heads, self.head_dim, dtype=self.dtype, device=device
+            )
+            for _ in range(2)
+        )
+        starts = zeros(self.max_batch + 1, dtype=torch.int32)
+        lengths = zeros(self.max_batch, dtype=torch.int32)
+        table = zeros(self.max_batch, self.max_pages, dtype=torch.int32)
+        options = dict(self.options)
+        if self.kv_dtype.itemsize == 1:
+            options |= {"k_descale": zeros(()), "v_descale": zeros(())}
+        if self.has_sinks:
+            options["sinks"] = zeros(self.num_heads)
+        if self.has_slopes:
+            options["alibi_slopes"] = zeros(self.num_heads)
+
+        def attend(step: Step) -> None:
+            batch, total = step.batch, step.total_q
+            flash_varlen_out(
+                results[:total],
+                queries[:total],
+                k_cache,
+                v_cache,
+                starts[: batch + 1],
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.max_seqlen_k,
+                seqused_k=lengths[:batch],
+                block_table=table[:batch],
+                **options,
+            )
+
+        return attend
+
+    def _caches(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = PAGES, self.num_kv_heads, self.page_size, 2 * self.head_dim
+        cache = torch.zeros(shape, dtype=self.kv_dtype, device=device)
+        k_cache, v_cache = cache.split(self.head_dim, -1)
+        return k_cache, v_cache
+
+    def _writing(self, device: torch.device) -> Callable[[int], None]:
+        """A function that makes a call of `reshape_and_cache` for so many tokens."""
+        caches = self._caches(device)
+        shape = self.max_tokens, self.num_kv_heads, self.head_dim
+        new = torch.zeros(shape, dtype=self.dtype, device=device)
+        slots = torch.full((self.max_tokens,), -1, device=device)
+        scales: tuple[torch.Tensor, ...] = ()
+        if self.kv_dtype.itemsize == 1:
+            scales = torch.ones((), device=device), torch.ones((), device=device)
+
+        def write(tokens: int) -> None:
+            reshape_and_cache(new[:tokens], new[:tokens], caches, slots[:tokens], *scales)
+
+        return write
+
+
+@functools.cache
+def warm_up(serving: Serving, device: torch.device, num_processes: int) -> int:
+    """Compile and load the kernels of an engine's calls on a GPU, once; returns how many calls
+    were made there. The device waits for nothing but them. A file in Triton's cache remembers which
+    calls these are, for the next start.
+    """
+    # Triton must not be imported where there is no GPU
+    from torch_paged_attn.backends.triton.compile_ahead import compile_calls, remembered
+
+    with remembered(repr(serving), device) as known:
+        if known.calls is None:
+            known.calls = compile_calls(serving.calls, device, num_processes)
+    needed = known.calls
+    stream = torch.cuda.Stream(device)
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        calls = serving.calls(device)
+        for i in needed:
+            calls[i]()
+    stream.synchronize()
+    del calls
+    torch.cuda.empty_cache()  # an engine is about to take what is free
+    return len(needed)

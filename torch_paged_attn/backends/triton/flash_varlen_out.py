@@ -1,0 +1,93 @@
+"""`flash_varlen_out` on GPUs: the kernels of `flash_varlen` write into the caller's tensor.
+
+Kernels store a result without gaps, at a multiple of 16 bytes. Into any other tensor the result is
+copied.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.contiguous import after_copies
+from torch_paged_attn.backends.triton.flash_varlen import AttentionOp
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.ops.flash_varlen_out import OP, check_out, refuse_overlap, span
+
+
+class AttentionOutOp(AttentionOp):
+    """`AttentionOp`, but that `out` precedes the operator's other arguments, and follows the other
+    tensors in a plan's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("flash_varlen", check_out)
+        self._name = OP
+
+    def __call__(self, out: Tensor, *args: Any, **options: Any) -> Tensor:  # type: ignore[override]
+        at = self._hints
+        max_seqlen_q, max_seqlen_k = args[at], args[at + 1]
+        if max_seqlen_q < 0 or max_seqlen_k < 0:
+            check_out(AttentionCall.flash_varlen_out(out, *args, **options))
+        is_packed = len(args) <= self._table or args[self._table] is None
+        find = self._kind_of if is_traced() else self._known_kind_of
+        key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
+        tensors = *args[:at], *args[at + 2 :], out
+        return launch_cache.call(key, plan, tensors, options)[1]
+
+    def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
+        """As `AttentionOp.plan`; the last of the tensors is `out`."""
+        *inputs, out = tensors
+        args, copied = self._planned_for(reach, tuple(inputs))
+        call = AttentionCall.flash_varlen_out(out, *args, **options)  # type: ignore[arg-type]
+        check_out(call)
+        assert out is not None
+        # the strides of an axis of size 1 may be anything
+        new_out = Allocation.like(out)
+        plain = out.as_strided(out.shape, new_out.strides)
+        plan = self._plan_checked(dataclasses.replace(call, out=plain), longest)
+        if not (out.is_contiguous() and (is_traced() or out.data_ptr() % 16 == 0)):
+            plan = _by_copy(plan, new_out)
+        return _apart(call, after_copies(plan, copied))
+
+
+def _by_copy(plan: Plan, new_out: Allocation) -> Plan:
+    """The plan for another tensor than `out`, which is then copied to `out`."""
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> Any:
+        *inputs, out = tensors
+        made = new_out()
+        if addresses is not None:
+            addresses = [*addresses[:-1], made.data_ptr()]
+        found = plan((*inputs, made), addresses)
+        out.copy_(made)
+        return found
+
+    return run
+
+
+def _apart(call: AttentionCall, plan: Plan) -> Plan:
+    """The plan, after a check that `out` shares no memory with the inputs of the call at hand."""
+    given = call.given_tensors()
+    size = span(given.pop("out"))
+    spans = [(i, length) for i, x in enumerate(given.values()) if (length := span(x))]
+    names = list(given)
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> Any:
+        if addresses is not None:
+            start = addresses[-1]
+            end = start + size
+            for i, length in spans:
+                if addresses[i] < end and start < addresses[i] + length:
+                    refuse_overlap(names[i])
+        return plan(tensors, addresses)
+
+    return run
+
+
+flash_varlen_out: Callable[..., Tensor] = AttentionOutOp()
