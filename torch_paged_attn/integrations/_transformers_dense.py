@@ -5,6 +5,7 @@ which no sequence owns, and `k_start` says where each sequence's keys start. No 
 call is compiled into a kernel, and nothing is copied.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from torch_paged_attn.integrations._arguments import asks_gradient
 from torch_paged_attn.integrations._transformers_batching import rows
 from torch_paged_attn.integrations._transformers_short import ShortMask
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.backend import serving_device
 
-# devices on which a tensor is memory with strides
-STRIDED = ("cpu", "cuda", "xpu")
+
+@functools.cache
+def _has_k_start(device_type: str) -> bool:
+    """Whether the backend that serves a device reads packed keys from any row on."""
+    backend, _ = serving_device(torch.device(device_type))
+    return backend is not None and "k_start" not in backend.lacks
 
 
 def attend_short(
@@ -39,7 +45,7 @@ def attend_short(
     ranges = mask.ranges()
     # without a causal mask or window no position matters
     fits = ranges is not None and (ranges.end_together or not (mask.causal or mask.window >= 0))
-    is_read_in_place = fits and key.device.type in STRIDED
+    is_read_in_place = fits and _has_k_start(key.device.type)
     if ranges is None or not is_read_in_place or wants_gradient(query, key, value, options):
         return _packed(query, key, value, mask, options)
     k, v, apart = token_rows(key, value)
@@ -88,7 +94,7 @@ def attend_rows(
         k, v = rows(key), rows(value)
         key_bounds = _constants.multiples(key.shape[2], batch, key)
         return flash_varlen(q, k, v, bounds, key_bounds, *hints, seqused_k=lengths, **options)[0]
-    if torch.compiler.is_compiling() or key.device.type not in STRIDED:
+    if torch.compiler.is_compiling() or not _has_k_start(key.device.type):
         # a compiler may lay tensors out anew; each row is one page
         table = _constants.row_numbers(batch, key)
         return flash_varlen(
@@ -104,7 +110,7 @@ def token_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
     Nothing is copied if both have their tokens the same number of rows apart.
     """
     apart = _rows_apart(key)
-    if apart is None or apart != _rows_apart(value) or key.device.type not in STRIDED:
+    if apart is None or apart != _rows_apart(value) or not _has_k_start(key.device.type):
         return rows(key), rows(value), key.shape[2]
     return _token_rows(key, apart), _token_rows(value, apart), apart
 
