@@ -199,6 +199,8 @@ def _selected_dkdv_kernel(
                 p = tl.where(is_seen, p, 0.0)
                 dp = chunk_scores(x.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
                 ds = _score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
+                # a key of the unit that no query sees may be NaN
+                ds = tl.where(is_seen, ds, 0.0)
                 p, ds = tl.trans(p.to(OPTIONS.DTYPE)), tl.trans(ds.to(OPTIONS.DTYPE))
                 dv = add_chunk_products(dv, p, x.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 dk = add_chunk_products(dk, ds, x.q, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
