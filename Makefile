@@ -16,6 +16,8 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 # the emulator multiplies small matrices: a second thread would only spin
 export OPENBLAS_NUM_THREADS := 1
+# Inductor's other processes would each import torch, and a test compiles one thing at a time
+export TORCHINDUCTOR_COMPILE_THREADS := 1
 # where it is set, each process of the tests parses torch anew: an import of 4 s instead of 2
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -165,7 +167,7 @@ NO_GPU := cross_compile first_use graphs serving shared_memory
 FUZZ_SECONDS ?= 300
 test-gpu: export PYTHONPATH := $(CURDIR)
 test-gpu:
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
+	OMP_NUM_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
 	  tests/triton tests/backends --backend triton $(NO_GPU:%=--ignore tests/triton/test_%.py) \
 	  -k "not compiles_to and not compile_to and not rows_compile and not turns_compile"
 	OMP_NUM_THREADS=1 $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)

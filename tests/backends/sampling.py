@@ -228,11 +228,14 @@ SAMPLES: dict[str, Sample] = {
                 "deepseek_mla/decode/bf16",
                 "odd_sizes/f32",
             ),
-            # twice, as are those of page_order; tests/tpu has gradients of everything
+            # page_order has them; tests/tpu has gradients of everything, and slots outside
             "same_bits": (),
+            "alone": (),
             "gradients_agree": (),
+            "gradients_unseen_memory": (),
             "write": ("f32-e4m3-hnd",),
             "write_every_bfloat16": ("e4m3-0.3",),
+            "write_outside": (),
         },
     ),
     "neuron-3": Sample(
@@ -312,7 +315,6 @@ _OTHER_GENERATIONS = Sample(
         "agrees": (
             "llama3_8b/mixed/kv_e4m3",
             "llama3_8b/speculative/bf16",
-            "training/dropout/f32",
             "odd_sizes/f32",
         ),
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32",),

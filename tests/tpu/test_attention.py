@@ -47,7 +47,7 @@ def test_a_cache_passed_whole_is_read_where_it_is(problem, run):
         assert same_bits(run(call, "eager"), expected)
 
 
-@over("blocksparse/batched/f32")
+@over(device_suite=["blocksparse/batched/f32"])
 def test_two_cores_give_the_same_bits(problem, run):
     from torch_paged_attn.backends.tpu.config import Config
 
@@ -63,8 +63,7 @@ def test_two_cores_give_the_same_bits(problem, run):
 
 # the first has steps behind and before a window, the second layouts
 @over(
-    "gemma2/window_softcap/bf16",
-    device_suite=["blocksparse/batched/f32"],
+    device_suite=["gemma2/window_softcap/bf16", "blocksparse/batched/f32"],
     thorough=["llama3_8b/mixed/bf16"],
 )
 def test_steps_of_several_pieces_agree_too(problem, run):

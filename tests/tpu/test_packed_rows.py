@@ -12,7 +12,7 @@ SEQS = ((1, 40), (20, 25), (0, 17))
 
 
 KINDS = [
-    (16, 64, 32),
+    pytest.param(16, 64, 32, marks=pytest.mark.device_suite),
     pytest.param(8, 80, 16, marks=pytest.mark.device_suite),
     pytest.param(8, 8, 128, marks=pytest.mark.thorough),
     pytest.param(8, 64, 16, marks=pytest.mark.thorough),

@@ -132,7 +132,7 @@ def test_groups_of_whole_tiles_and_runs(dtype, stored, heads, head_dim, size):
     key, value = torch.randn(2, len(groups), *shape[2::2], generator=g).to(getattr(torch, dtype))
     kv_cache = torch.randn(shape, generator=g).to(getattr(torch, stored))
     lies = packed_shape(shape) if head_dim == 64 else shape
-    both = ways(size == 8 and head_dim == 128)
+    both = ways(size == 32)
     # as many slots, so that nothing is compiled anew
     for slots in (groups, runs(20 * size, len(groups))):
         slots = torch.tensor(slots, dtype=torch.int32)
