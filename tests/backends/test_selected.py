@@ -10,11 +10,9 @@ import pytest
 import torch
 from gaps import all_with_gaps
 from same_bits import assert_same_bits
+from unselected import unselected
 
 from torch_paged_attn import reference
-from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.reference.attention import scored_sequences
-from torch_paged_attn.reference.selected_attention import selected_mask, with_sequences
 from torch_paged_attn.testing import (
     SELECTED,
     SELECTED_DIFFERENTIABLE,
@@ -73,26 +71,6 @@ def test_selected_alone(case, runner):
         for b in range(len(case.seqs)):
             rows = slice(bounds[b], bounds[b + 1])
             assert_same_bits(runner.alone(call, b), (out[rows], lse[:, rows]))
-
-
-def unselected(call):
-    """Of packed k or of a cache, bool: the keys that no query sees."""
-    attention = AttentionCall.selected_attention(**call.args)
-    k = attention.k
-    is_unseen = torch.ones(k.shape[:-1], dtype=torch.bool)
-    attention = with_sequences(attention)
-    mask = functools.partial(selected_mask, attention)
-    for b, x in enumerate(scored_sequences(attention, torch.float32, mask)):
-        seen = x.visible.unflatten(0, (k.shape[1], -1)).any(1).any(1)  # (num_kv_heads, Lk)
-        for head, j in seen.nonzero().tolist():
-            if call.args.get("block_table") is not None:
-                page = int(call.args["block_table"][b, j // k.shape[2]])
-                is_unseen[page, head, j % k.shape[2]] = False
-            elif k.dim() == 4:
-                is_unseen[j // k.shape[2], head, j % k.shape[2]] = False
-            else:
-                is_unseen[x.first_key + j, head] = False
-    return is_unseen
 
 
 @over(lambda p: p.kv_dtype is None and p.v_dtype is None)

@@ -21,7 +21,10 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor
 
-CASES = ("context_parallel_cases", "decode_cases", "sharding_cases", "training_cases")
+CASES = (
+    *("context_parallel_cases", "decode_cases", "selected_cases"),
+    *("sharding_cases", "training_cases"),
+)
 SECONDS = 90
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from torch_paged_attn.testing import Layout, Problem
+from torch_paged_attn.testing import Layout, Problem, Selected
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -138,3 +138,59 @@ def problems(draw, layout=NO_LAYOUT, trains=False, optional=()):
         seed=draw(st.integers(0, 2**16)),
     )
     return draw(extras(problem, optional, trains)) if optional else problem
+
+
+@st.composite
+def selected_problems(draw, trains=False):
+    """Any call of `selected_attention` that the contract allows, small enough for the reference.
+
+    trains: whether the call has to have gradients
+    """
+    size = draw(st.sampled_from((1, 1, 2, 4, 16, 64, 128, 256)))
+    page_size = None if trains else draw(st.sampled_from((None, 1, 16, 64, 544)))
+    is_mla = page_size is not None and draw(st.integers(0, 3)) == 0
+    kv_heads = 1 if is_mla else draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from((1, 16, 33, 64, 80)))
+    slots = page_size is not None and page_size % size == 0 and draw(st.integers(0, 2)) == 0
+    queries = st.one_of(st.just(1), st.integers(0, 9))
+    context = st.one_of(st.integers(-5, 70), st.integers(0, 400))
+    seqs = draw(st.lists(st.tuples(queries, context), max_size=3))
+    if slots:  # whole units: no length cuts one
+        seqs = [(n, -n % size + size * (max(c, 0) // size)) for n, c in seqs]
+    else:
+        seqs = [(n, max(c, -n)) for n, c in seqs]
+    selected = Selected(
+        units=draw(st.sampled_from((0, 1, 3, 17, "all"))),
+        size=size,
+        heads=draw(st.sampled_from(("one", "kv"))),
+        holes=draw(st.sampled_from((0.0, 0.3, 1.0))),
+        counted=draw(st.booleans()),
+        past=not slots and draw(st.booleans()),
+        slots=slots,
+        own=not slots and draw(st.booleans()),
+    )
+    kv_dtype = None if trains else draw(sometimes(st.sampled_from((*FLOAT8, torch.int8)), None))
+    positions = st.lists(st.integers(-9, 300), min_size=len(seqs), max_size=len(seqs)).map(tuple)
+    return Problem(
+        "fuzzed",
+        tuple(seqs),
+        num_heads=kv_heads * draw(st.sampled_from((1, 2, 3, 8))),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=draw(sometimes(st.integers(1, head_dim), None)),
+        dtype=draw(st.sampled_from(FLOATS)),
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        cache_layout="mla" if is_mla else draw(st.sampled_from(("hnd", "nhd", "interleaved"))),
+        page_seed=draw(st.integers(0, 5)),
+        padding_rows=draw(sometimes(st.integers(1, 5), 0)),
+        causal=not slots and draw(st.booleans()),
+        window_size_left=-1 if slots else draw(sometimes(WINDOWS, -1)),
+        window_size_right=-1 if slots else draw(sometimes(WINDOWS, -1)),
+        softcap=draw(sometimes(st.sampled_from((0.5, 5.0)), 0.0)),
+        sinks=draw(sometimes(st.booleans(), False)),
+        descale="" if trains else draw(DESCALES),
+        q_positions=None if slots else draw(sometimes(positions, None)),
+        selected=selected,
+        seed=draw(st.integers(0, 2**16)),
+    )

@@ -1,0 +1,75 @@
+"""Any plan of `selected_attention`: right by the one rule, the same bits alone and beside NaN."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from same_bits import assert_same_bits
+from served import BACKEND
+from unselected import unselected
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops.selected_checks import selected_keys
+from torch_paged_attn.testing import assert_accurate, assert_accurate_gradients, build
+from torch_paged_attn.testing.inputs import hostile_gradients
+from torch_paged_attn.testing.strategies import selected_problems
+
+if not (BACKEND.is_compiled or BACKEND.has("selected_attention")):
+    pytest.skip(f"the {BACKEND.name} backend has no selected_attention", allow_module_level=True)
+
+
+@given(selected_problems())
+def test_selected_attention_agrees_with_the_reference(problem):
+    call = build(problem)
+    found = call.run()
+    assert_accurate(*found, call.truth())
+    again = call.run(max_seqlen_q=0, max_seqlen_k=2**31 - 1)
+    assert_same_bits(found, again)
+
+
+@given(selected_problems())
+def test_selected_bits_depend_on_no_other_sequence_and_no_unseen_key(problem):
+    call = build(problem)
+    is_unseen = unselected(call)
+    names = ("k", "v") if problem.kv_dtype is None else ()
+    for name in names:
+        call.args[name][call.args[name].isnan()] = 0.0
+    out, lse = call.run()
+    bounds = call.args["cu_seqlens_q"].tolist()
+    for b in range(len(problem.seqs)):
+        rows = slice(bounds[b], bounds[b + 1])
+        assert_same_bits(call.alone(b).run(), (out[rows], lse[:, rows]))
+    for name in names:
+        call.args[name][is_unseen] = float("nan")
+    assert_same_bits(call.run(), (out, lse))
+
+
+@given(selected_problems(trains=True))
+def test_selected_gradients_agree_with_the_reference(problem):
+    call = build(problem)
+    out, lse = call.run()
+    dout, dlse = hostile_gradients(call, out, lse)
+    found = call.backward(dout, dlse, out, lse).run()
+    assert_accurate_gradients(found, call.gradients(dout, dlse))
+
+
+@pytest.mark.skipif(BACKEND.name != "cpu", reason="accelerators read no values")
+@given(selected_problems())
+def test_a_unit_that_is_listed_twice_is_refused(problem):
+    """Anywhere in a list, if the query sees a key of it."""
+    selected = dataclasses.replace(problem.selected, counted=False)
+    call = build(dataclasses.replace(problem, selected=selected))
+    lists = call.args["key_indices"]
+    total = int(call.args["cu_seqlens_q"][-1])
+    attention = AttentionCall.selected_attention(**call.args)
+    _, _, is_seen = selected_keys(attention, slice(0, total))
+    counts = is_seen.unflatten(-1, (lists.shape[2], selected.size)).any(-1).nonzero()
+    further = torch.full_like(lists[..., :1], -1)
+    if len(counts):
+        row, group, entry = counts[problem.seed % len(counts)].tolist()
+        further[row, group] = lists[row, group, entry]
+        with pytest.raises(ValueError, match=rf"key_indices\[{row}, {group}\]"):
+            call.run(key_indices=torch.cat([lists, further], -1))
+    further[:] = -1
+    assert_accurate(*call.run(key_indices=torch.cat([further, lists], -1)), call.truth())
