@@ -1,4 +1,4 @@
-"""Quick forms of two examples: each compares its own results, and exits with 1 if they differ."""
+"""Quick forms of three examples: each compares its own results, and exits with 1 if they differ."""
 
 import subprocess
 import sys
@@ -9,8 +9,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# embed: embeddings of packed sequences against SDPA's; rollout: bits of a sampler and a trainer
-@pytest.mark.parametrize("name", ["embed", "rollout"])
+# embed: embeddings of packed sequences against SDPA's; rollout: bits of a sampler and a trainer;
+# indexer: losses and written bytes of selected keys against an eager formula
+@pytest.mark.parametrize("name", ["embed", "rollout", "indexer"])
 def test_results_agree(name):
     command = [sys.executable, EXAMPLES / f"{name}.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True)
