@@ -177,7 +177,11 @@ class Launches:
             text = _ENTRY.search(kernel.asm["ptx"])[1]
             sizes = [int(n) // 8 * int(m or 1) for n, m in _PARAMETER.findall(text)]
             self._functions[kernel.function] = kernel.name, sizes
-            given = ctypes.c_size_t(kernel.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes)
+            given = (
+                ctypes.c_size_t(kernel.function),
+                len(sizes),
+                (ctypes.c_int * len(sizes))(*sizes),
+            )
             driver.describe(*given)
 
         CompiledKernel._init_handles = noted
@@ -195,7 +199,9 @@ class Launches:
             for length in sizes:
                 part = data[at : at + length]
                 is_map = length == MAP_BYTES
-                parameters.append(TensorMap.read(part) if is_map else int.from_bytes(part, "little"))
+                parameters.append(
+                    TensorMap.read(part) if is_map else int.from_bytes(part, "little")
+                )
                 at += length
             found.append(Launch(name, tuple(grid), threads, shared, attribute, tuple(parameters)))
         return found

@@ -2,9 +2,9 @@
 
 `kernel[grid](...)` looks a kernel up and describes tensor maps anew at every launch. A
 `ReadyKernel` calls the launcher under it with addresses, and keeps descriptions of tensor maps.
-The launchers of Triton 3.6 to 3.9 are known, of which there are two: until 3.6 a module that Triton
-compiles for each kernel's signature, which takes the kernel's arguments one by one, and one function
-for all kernels since, which takes them as a tuple. With another Triton, Triton launches.
+The launchers of Triton 3.6 to 3.9 are known. 3.6 compiles one for each kernel's signature, which
+takes the kernel's arguments one by one; later versions have one function for all kernels, which
+takes them as a tuple. With another Triton, Triton launches.
 """
 
 import inspect
