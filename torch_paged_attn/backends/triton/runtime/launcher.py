@@ -138,7 +138,7 @@ def ready_kernel(compiled: Any, device: int) -> ReadyKernel | None:
         return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map), *unused)
 
     no_scratch = no_hooks = None, None
-    fixed = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
     if VERSION < (3, 7):
         fixed = *fixed, *no_scratch, compiled.packed_metadata, None, *no_hooks
         return ReadyKernel(launcher, fixed, describe_map, device, compiled=compiled)
