@@ -3,9 +3,9 @@
     python tools/triton_versions.py .triton-3.9.0 --choices
     python tools/triton_versions.py .triton-3.9.0 --chips sm90 sm80 --only 'bf16' --out TABLE.md
 
-The first version is the installed one, the second lies in the folder (`make test-triton` makes it).
-`--choices` compares, for every call of tests/triton/compiled_calls.py, the kernels, grids, constants
-and compiler options, compiles nothing, and fails if any differs. Otherwise kernels are compiled for
+The first version is the installed one, the second is in the folder (`make test-triton` makes it).
+`--choices` compares the kernels, grids, constants and compiler options of each call of
+tests/triton/compiled_calls.py, and fails if any differs. Otherwise kernels are compiled for
 the chips, which need not be here, and compared by registers, spills, shared memory and code.
 """
 
@@ -140,7 +140,8 @@ def table(
     yield f"| | {first} | {second} |"
     yield "|---|---|---|"
     for kind in kinds:
-        yield f"| {kind.replace('_', ' ')}, all together | {total(0, kind):,} | {total(1, kind):,} |"
+        sums = f"{total(0, kind):,} | {total(1, kind):,}"
+        yield f"| {kind.replace('_', ' ')}, all together | {sums} |"
     spilled = [sum(pair[i]["spills"] > 0 for pair in pairs.values()) for i in (0, 1)]
     yield f"| kernels that spill | {spilled[0]} | {spilled[1]} |"
     scratch = [sum(pair[i]["scratch"] > 0 for pair in pairs.values()) for i in (0, 1)]
