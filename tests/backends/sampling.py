@@ -1,4 +1,5 @@
-"""What of the conformance suite `make test` runs on each backend, and why it leaves out the rest.
+"""What of the conformance suite the suite of each device runs (`pytest tests/backends`), what of
+that `make test` runs (`--sample`), and why the rest is left out.
 
 A runner runs every case of every test, but for what stands here. `HYPOTHESIS_PROFILE=thorough` runs
 all of them but `NEVER`. A new problem or test runs everywhere until a line here says otherwise.
@@ -41,11 +42,18 @@ class Sample:
     gradients_like: Reasons = dataclasses.field(default_factory=dict)
     # the runner that runs what is left out
     rest_on: str = ""
+    # with `--sample`, the cases of these tests instead
+    brief: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def at(self, is_brief: bool) -> dict[str, tuple[str, ...]]:
+        return self.cases | self.brief if is_brief else self.cases
 
 
 # Tests that a runner never runs, thorough or not.
 _FUNCTIONS = "the runner calls a backend's functions, which are nothing to the dispatcher"
-_OF_THE_DISPATCHER = dict.fromkeys(("gradients_by_autograd", "gradients_refused"), _FUNCTIONS)
+_OF_THE_DISPATCHER = dict.fromkeys(
+    ("gradients_by_autograd", "gradients_refused", "selected_gradients_by_autograd"), _FUNCTIONS
+)
 _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
 _OF_OUT = dict.fromkeys(("out", "out_of_no_sequences"), "JAX writes into no argument")
 _OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
@@ -123,9 +131,56 @@ SAMPLES: dict[str, Sample] = {
             "gradients_of_out_alone": (),
             "gradients_beside_a_large_sink": (),
             "gradients_only_read": (),
+            "selected_agrees": (
+                "flashmla/slots/bf16",
+                "minimax_m3/kv_e4m3/bf16",
+                "deepseek_v3_2/latent_e4m3/bf16",
+                "quest/decode/f16",
+                "selected/nothing/f32",
+                "selected/no_entries/f32",
+                "selected/everything/f32",
+                "selected/out_e4m3/bf16",
+                "selected/many_keys/bf16",
+            ),
+            "selected_same_bits": ("quest/decode/f16",),
+            "selected_page_order": ("quest/decode/f16",),
+            "selected_alone": ("quest/decode/f16",),
+            "selected_unseen_memory": ("quest/decode/f16", "flashmla/slots/bf16"),
+            "selected_gaps": ("selected/everything/f32",),
+            "selected_order_of_a_list": (),
+            "selected_gradients_agree": ("selected/training_shared_list/f32",),
+            "selected_gradients_unseen_memory": ("selected/training_shared_list/f32",),
         },
         LIKE,
         GRADIENTS_LIKE,
+        brief={
+            "agrees": (
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/speculative/bf16",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "training/dropout/f32",
+                "odd_sizes/f32",
+                "deepseek_mla/decode/bf16",
+                "blocksparse/batched/f32",
+                "eagle/tree_verify/bf16",
+                "dcp/window_alibi/f32",
+                "deepseek_mla/latent_e4m3/bf16",
+            ),
+            "same_bits": ("more_queries_than_keys/f32",),
+            "gaps": ("mpt/alibi_batch/f32", "ring/window_alibi/bf16"),
+            "gradients_agree": ("training/everything/f32", "training/blocksparse/bf16"),
+            "selected_agrees": (
+                "flashmla/slots/bf16",
+                "minimax_m3/kv_e4m3/bf16",
+                "deepseek_v3_2/latent_e4m3/bf16",
+                "selected/nothing/f32",
+                "selected/many_keys/bf16",
+            ),
+            "selected_gaps": (),
+            "selected_gradients_unseen_memory": (),
+        },
     ),
     "tpu": Sample(
         "a case is seconds of compiling",
@@ -166,6 +221,22 @@ SAMPLES: dict[str, Sample] = {
         },
         LIKE_ON_TPU,
         GRADIENTS_LIKE_ON_TPU,
+        brief={
+            "agrees": (
+                "llama3_8b/mixed/kv_e4m3",
+                "gpt_oss/sinks_window/bf16",
+                "deepseek_mla/decode/bf16",
+                "odd_sizes/f32",
+            ),
+            # page_order has them; tests/tpu has gradients of everything, and slots outside
+            "same_bits": (),
+            "alone": (),
+            "gradients_agree": (),
+            "gradients_unseen_memory": (),
+            "write": ("f32-e4m3-hnd",),
+            "write_every_bfloat16": ("e4m3-0.3",),
+            "write_outside": (),
+        },
     ),
     "neuron-3": Sample(
         "an emulated call takes a second",
@@ -208,6 +279,7 @@ SAMPLES: dict[str, Sample] = {
             "gradients_of_nothing": ("training/everything/f32",),
         },
         gradients_like=GRADIENTS_LIKE,
+        brief={"agrees": tuple(name for name in ALL if name != "llama3_8b/prefill_2048/f32")},
     ),
 }
 _OF_GRADIENTS = (
@@ -239,6 +311,14 @@ _OTHER_GENERATIONS = Sample(
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32", "tiny_head/bf16"),
     },
     rest_on="neuron-3",
+    brief={
+        "agrees": (
+            "llama3_8b/mixed/kv_e4m3",
+            "llama3_8b/speculative/bf16",
+            "odd_sizes/f32",
+        ),
+        "gradients_agree": ("training/sinks_of_rows_without_keys/f32",),
+    },
 )
 # dropout draws alike on all of them, and blocks for each head are more rows to gather, each of them
 # a DMA of its own on the second
@@ -255,14 +335,16 @@ SAMPLES |= {
 }
 
 
-def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
+def chosen(
+    runner: str, test: str, cases: tuple[str, ...], *, is_brief: bool = False
+) -> tuple[str, ...]:
     """The cases of a test that a runner runs now."""
     if test in NEVER.get(runner, {}):
         return ()
     sample = SAMPLES.get(runner)
-    if IS_THOROUGH or sample is None or test not in sample.cases:
+    if IS_THOROUGH or sample is None or test not in (some := sample.at(is_brief)):
         return cases
-    return tuple(case for case in cases if case in sample.cases[test])
+    return tuple(case for case in cases if case in some[test])
 
 
 @functools.cache
@@ -272,7 +354,9 @@ def no_gradients(runner, problem):
 
 
 def lacked(runner, case):
-    """The arguments of a problem that a runner refuses; other cases have none."""
+    """The arguments of a problem that a runner refuses, or its op; other cases have none."""
+    if hasattr(case, "op") and not runner.has(case.op):
+        return {case.op}
     return getattr(case, "optional", frozenset()) & set(runner.lacks())
 
 

@@ -9,15 +9,20 @@ from likenesses import JudgedBy, Like
 from runners import RUNNERS
 from sampling import ALL, ALL_DIFFERENTIABLE, REASONS, SAMPLES, there_are
 
+from torch_paged_attn.testing import SELECTED, SELECTED_DIFFERENTIABLE
+
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_table(name):
     assert name in RUNNERS
-    for test, cases in SAMPLES[name].cases.items():
+    sample, known = SAMPLES[name], ALL_DIFFERENTIABLE | ALL | SELECTED | SELECTED_DIFFERENTIABLE
+    for test, cases in [*sample.cases.items(), *sample.brief.items()]:
         if not test.startswith("write"):
-            assert set(cases) <= set(ALL_DIFFERENTIABLE | ALL), test
+            assert set(cases) <= set(known), test
+    for test, cases in sample.brief.items():
+        assert set(cases) <= set(sample.cases.get(test, cases)), f"more of {test} with --sample"
 
 
 def is_judged(problem, by, cases):

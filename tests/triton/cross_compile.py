@@ -114,6 +114,7 @@ class Kernel:
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
     code: int  # bytes of machine code
     scratch: int  # bytes of memory that Triton would allocate for a program
+    wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -231,6 +232,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         mixes_lanes=lanes_mix,
         code=_code_bytes(binary.asm["hsaco" if arch.startswith("gfx") else "cubin"]),
         scratch=binary.metadata.global_scratch_size + binary.metadata.profile_scratch_size,
+        wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),
     )
 
 
