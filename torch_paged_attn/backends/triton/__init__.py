@@ -39,6 +39,7 @@ class Triton(Backend):
     def notes(self) -> list[str]:
         """Which kernels are used on this machine."""
         from torch_paged_attn.backends.triton.hopper import support
+        from torch_paged_attn.backends.triton.runtime.launcher import unknown_triton
 
         if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
@@ -49,7 +50,9 @@ class Triton(Backend):
                 " the portable one, and both for chunks among decodes; the DEBUG log of"
                 " torch_paged_attn.backends.triton says which, and why"
             )
-        return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
+        launches = [unknown] if (unknown := unknown_triton()) else []
+        others = "reshape_and_cache and merge_states have one kernel for all GPUs"
+        return [attention, others, *launches]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why a call has no gradient here, or None. The portable kernels support all gradients of
