@@ -66,10 +66,10 @@ WRONG = {
         ValueError,
         r"expected cu_seqlens_k_new to be \(batch \+ 1,\) .* 3.* got shape \(2,\)",
     ),
-    "new_of_64_bits": (
-        ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).long()},
+    "new_of_16_bits": (
+        ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).short()},
         ValueError,
-        "expected cu_seqlens_k_new to be int32.* got int64",
+        "expected cu_seqlens_k_new to be int32.* got int16",
     ),
     "queries_fall": (
         ragged() | {"cu_seqlens_q": int32(0, 3, 2)},
@@ -93,10 +93,15 @@ WRONG = {
         ValueError,
         r"expected cache_seqlens to be \(batch,\) with a first dimension of 2.* got shape \(3,\)",
     ),
-    "lengths_of_64_bits": (
-        {"cache_seqlens": torch.tensor([3, 5])},
+    "lengths_of_16_bits": (
+        {"cache_seqlens": int32(3, 5).short()},
         ValueError,
-        "expected cache_seqlens to be int32.* got int64",
+        "expected cache_seqlens to be int32.* got int16",
+    ),
+    "lengths_past_32_bits": (
+        {"cache_seqlens": torch.tensor([3, 2**32 + 5])},
+        ValueError,
+        f"expected cache_seqlens to be integers of 32 bits, got the entry {2**32 + 5}",
     ),
     "length_is_a_list": (
         {"cache_seqlens": [3, 5]},
@@ -219,7 +224,7 @@ WRONG = {
     "query_dtype": (
         {"q": torch.zeros(BATCH, NEW, HEADS, DIM).bfloat16()},
         ValueError,
-        "expected k to be bfloat16.* got float32",
+        "expected k_cache to be bfloat16.* got float32",
     ),
     "cache_of_3_dimensions": (
         {"v_cache": torch.zeros(3, 2, DIM)},

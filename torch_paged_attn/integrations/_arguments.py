@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations._dropout import drawn_rng_state
 from torch_paged_attn.integrations._kvcache import end_to_end
 from torch_paged_attn.integrations._storages import check_storages, readable
 from torch_paged_attn.ops import checks
@@ -123,9 +124,7 @@ def flash_varlen_arguments(
     if dropout_p > 0:
         if return_attn_probs:
             checks.refuse(name, "return_attn_probs is not supported with dropout_p > 0")
-        # seed and offset from the default generator of q's device: nothing is read on the host
-        rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-        arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
+        arguments |= {"dropout_p": dropout_p, "rng_state": drawn_rng_state(q.device)}
     if window_size != (-1, -1):
         left, right = both_sides(name, window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}

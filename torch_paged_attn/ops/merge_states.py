@@ -95,6 +95,7 @@ _merge_states = operator_of(
         check_values=check_values,
         fake=fake,
         derivative=MergeDerivative(),
+        autocast=True,
     )
 )
 
@@ -173,6 +174,7 @@ _merge_states_list = operator_of(
         check_values=check_values,
         fake=fake_list,
         derivative=ListDerivative(),
+        autocast=True,
         composed=composed_list,
     )
 )
