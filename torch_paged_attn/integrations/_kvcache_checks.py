@@ -44,8 +44,8 @@ def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] 
         fail(name, f"a {type(x).__name__}", f"a tensor {shape}", TypeError)
     if x.dim() != DIMS[shape]:
         fail(name, f"shape {tuple(x.shape)}", shape)
-    if dtypes and x.dtype not in dtypes:
-        fail(name, names((x.dtype,)), names(dtypes))
+    if dtypes:
+        checks.check_dtype(OP, name, x, dtypes)
 
 
 def check_per_sequence(

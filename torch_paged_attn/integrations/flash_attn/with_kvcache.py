@@ -11,6 +11,7 @@ from torch_paged_attn.integrations._arguments import (
     both_sides,
     check_tensors,
     flash_varlen_arguments,
+    one_of,
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
@@ -85,6 +86,7 @@ def flash_attn_with_kvcache(
     k, v: new keys and values (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new
         packed. They are stored after the cache_seqlens tokens of each sequence, in 8-bit caches
         divided by the descales
+    qv: q's latents of MLA, shaped like q with v's head_dim: adds qv . v to q . k
     cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE the new ones. None without k
         and v: the cache is full. With k and v, a negative length marks a row of padding: none of
         its tokens is stored, and its result is 0
@@ -102,11 +104,11 @@ def flash_attn_with_kvcache(
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
     """
     name = checks.OP
-    if qv is not None or rotary_seqlens is not None or attention_chunk:
-        refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
-    if page_table is not None and block_table is not None:
-        raise ValueError(f"{name}: block_table and page_table are one argument, got both")
-    table = page_table if block_table is None else block_table
+    if rotary_seqlens is not None or attention_chunk:
+        refuse(name, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
+    table = block_table
+    if page_table is not None:
+        table = one_of(name, block_table=block_table, page_table=page_table)
     q = cast_query(q, k_cache)
     if (
         rotary_cos
@@ -114,6 +116,7 @@ def flash_attn_with_kvcache(
         is cache_batch_idx
         is cache_leftpad
         is cu_seqlens_k_new
+        is qv
         is out
         is None
     ):
@@ -161,6 +164,11 @@ def flash_attn_with_kvcache(
     checks.check_caches(q, k_cache, v_cache)
     q, shape = with_whole_rows(name, "q", q), q.shape
     check_out(name, out, q, v_cache)
+    if qv is not None:
+        check_tensors(name, qv=qv)
+        qv = with_whole_rows(name, "qv", cast_query(qv, k_cache))
+        if qv.dim() == 4 == q.dim():
+            qv = qv.flatten(0, 1)
 
     seqlen_q = None
     if cu_seqlens_q is None:
@@ -250,6 +258,7 @@ def flash_attn_with_kvcache(
         name,
         q,
         *pages,
+        qv=qv,
         block_table=table,
         out=out,
         window_size=window_size,
