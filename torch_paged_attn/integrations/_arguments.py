@@ -22,7 +22,7 @@ INSTEAD = {
     "seqused_q": "leave unused rows out of q, and their numbers out of cu_seqlens_q",
     "leftpad_k": "leave the padding out of k and v, or call flash_attn_with_kvcache with"
     " cache_leftpad",
-    "attention_chunk": "call once for each chunk, or torch_paged_attn.blocksparse",
+    "attention_chunk": "pass its mask as attn_bias to torch_paged_attn.flash_varlen",
     "rotary_seqlens": "rotate q and k before the call",
 }
 
