@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch_paged_attn.backends.cpu.path import instruction_sets
 
+
 @functools.cache
 def facts() -> dict[str, str]:
     """Linux's /proc/cpuinfo of the first core, field name -> value; empty on other systems."""

@@ -45,7 +45,7 @@ def test_values_of_another_head_dim():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool])
 def test_a_dtype_that_no_op_takes_is_refused(dtype):
     """Here, and not by the first write."""
-    with pytest.raises(ValueError, match="expected dtype to be .*float8_e4m3fn.*, got"):
+    with pytest.raises(ValueError, match=r"expected dtype to be .*float8_e4m3fn.*, got"):
         small_cache(dtype=dtype)
 
 

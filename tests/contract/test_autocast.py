@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_paged_attn
 from torch_paged_attn.integrations import flash_attn
-from torch_paged_attn.ops import _library
+from torch_paged_attn.ops import _autocast, _library
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3 = torch.float8_e4m3fn
@@ -128,6 +129,21 @@ def test_every_forward_has_a_rule(key):
     for op in _library.OPS:
         if not op.endswith("_backward"):
             assert has(f"paged_attn::{op}", f"Autocast{key}"), op
+
+
+@pytest.mark.parametrize(("dtype_q", "dtype_k"), MIXED, ids=str)
+def test_index_queries_and_keys_lose_nothing(dtype_q, dtype_k):
+    """Their scores have to be the formula's."""
+    q, k = randn(7, 4, 16, dtype=dtype_q), randn(7, 1, 16, dtype=dtype_k)
+    wide = torch.promote_types(dtype_q, dtype_k)
+    cast = _autocast.cast_index({"q": q, "k": k}, BF16)
+    assert [x.dtype for x in cast.values()] == [wide, wide]
+    pages = randn(3, 1, 4, 16, dtype=dtype_k)
+    assert _autocast.cast_index({"q": q, "k": pages}, BF16)["q"].dtype == dtype_k
+    with torch.autocast("cpu", BF16), FakeTensorMode() as fakes:
+        fake = [fakes.from_tensor(x) for x in (q, k, BOUNDS)]
+        ids, _ = torch_paged_attn.select_keys(fake[0], fake[1], None, fake[2], num_units=2)
+    assert ids.shape == (7, 1, 2)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -13,9 +13,9 @@ def drawn_rng_state(device: torch.device) -> Tensor:
     another seed there, so that the gradients are those of another mask (pytorch issue 190758). The
     seed is then an input of the graph that follows, which saves it.
     """
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        if torch.is_grad_enabled() and _may_be_drawn_again():
-            return _draw_outside_graphs(device)
+    is_traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    if is_traced and torch.is_grad_enabled() and _may_be_drawn_again():
+        return _draw_outside_graphs(device)
     return _draw(device)
 
 
@@ -41,6 +41,4 @@ def _may_be_drawn_again() -> bool:
     key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
     region = (traceback.current_meta.get("custom") or {}).get(key, 1.0)
     is_tight = config.activation_memory_budget < 1.0 or region < 1.0
-    return (
-        is_tight or config.aggressive_recomputation or not config.ban_recompute_not_in_allowlist
-    )
+    return is_tight or config.aggressive_recomputation or not config.ban_recompute_not_in_allowlist

@@ -124,9 +124,9 @@ def lengths_of(cache_seqlens: Tensor | int, batch: int, like: Tensor) -> Tensor:
     if isinstance(cache_seqlens, int | numbers.Integral):
         value = max(min(int(cache_seqlens), 2**31 - 1), -(2**31))
         return _constants.repeated(value, batch, like)
-    cache_seqlens = as_int32(checks.OP, "cache_seqlens", cache_seqlens)
-    checks.check_per_sequence("cache_seqlens", cache_seqlens, batch, "(batch,)")
-    return cache_seqlens
+    lengths = as_int32(checks.OP, "cache_seqlens", cache_seqlens)
+    checks.check_per_sequence("cache_seqlens", lengths, batch, "(batch,)")
+    return lengths
 
 
 class NewTokens(NamedTuple):

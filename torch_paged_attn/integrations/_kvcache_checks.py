@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.ops import checks
-from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.accepted import as_accepted, operator_of
+from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"

@@ -45,6 +45,19 @@ def cast_query(q: Tensor, k_cache: Tensor) -> Tensor:
     return cast_attention(given, torch.get_autocast_dtype(q.device.type)).get("q", q)
 
 
+def cast_index(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Index queries and keys in the dtype that loses nothing, so that the ids are those of the
+    formula; index queries in that of a paged cache.
+    """
+    q, k = given["q"], given["k"]
+    if not (_is_float(q) and _is_float(k)):
+        return {}
+    if k.dim() == 4:  # pages
+        return {"q": q.to(k.dtype)}
+    wide = torch.promote_types(q.dtype, k.dtype)
+    return {"q": q.to(wide), "k": k.to(wide)}
+
+
 def cast_new_tokens(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Keys and values to be stored in the dtype of their cache. An 8-bit cache takes any dtype, but
     the same for both: that which loses nothing.
@@ -78,7 +91,9 @@ def _dtype_of(memory: Any, otherwise: torch.dtype) -> torch.dtype:
     return memory.dtype if _is_float(memory) else otherwise
 
 
+# of the operators that are not attention
 RULES: dict[str, Rule] = {
+    "select_keys": cast_index,
     **dict.fromkeys(("reshape_and_cache", "reshape_and_cache.split"), cast_new_tokens),
     **dict.fromkeys(("merge_states", "merge_states.list"), cast_parts),
 }

@@ -60,7 +60,7 @@ def check_dtype(
     if tensor.dtype not in allowed:
         expected = names(allowed)
         if tensor.dtype is torch.int64 and allowed == (torch.int32,):
-            expected += " (the functions of torch_paged_attn cast int64, torch.ops does not: .int())"
+            expected += " (torch_paged_attn's functions cast int64, torch.ops does not: .int())"
         if tensor.dtype is torch.uint8 and torch.float8_e4m3fn in allowed:
             expected += " (bytes of float8 as such: .view(torch.float8_e4m3fn))"
         fail(op, name, names((tensor.dtype,)), expected)

@@ -20,6 +20,9 @@ PAIRS = {
 }
 
 
+NO_KERNEL = "the compiled kernels do not have it yet"
+
+
 @functools.cache
 def instruction_sets() -> tuple[str, list[str]]:
     """The instruction set that the kernels use, and all that this processor supports, slowest

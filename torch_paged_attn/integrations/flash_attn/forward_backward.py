@@ -42,11 +42,21 @@ def _flash_attn_forward(
     """
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     out, lse, nothing, rng_state = _flash_attn_varlen_forward(
-        *(x.flatten(0, 1) for x in (q, k, v)),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         _constants.multiples(seqlen_q, batch, q),
         _constants.multiples(seqlen_k, batch, q),
-        *(seqlen_q, seqlen_k, dropout_p, softmax_scale, causal),
-        *(window_size_left, window_size_right, softcap, alibi_slopes, return_softmax),
+        seqlen_q,
+        seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
     )
     lse = lse_per_sequence(lse, batch, seqlen_q)
     return out.unflatten(0, (batch, seqlen_q)), lse, nothing, rng_state
@@ -82,7 +92,9 @@ def _flash_attn_varlen_forward(
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     arguments = flash_varlen_arguments(
         "_flash_attn_varlen_forward",
-        *(q, k, v),
+        q,
+        k,
+        v,
         out=None,
         window_size=(window_size_left, window_size_right),
         s_aux=None,
@@ -134,13 +146,28 @@ def _flash_attn_backward(
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     results = [x if x is None else torch.empty_like(x.flatten(0, 1)) for x in (dq, dk, dv)]
     sums = _flash_attn_varlen_backward(
-        *(x.flatten(0, 1) for x in (dout, q, k, v, out)),
+        dout.flatten(0, 1),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        out.flatten(0, 1),
         softmax_lse.transpose(0, 1).flatten(1),
-        *results,
+        results[0],
+        results[1],
+        results[2],
         _constants.multiples(seqlen_q, batch, q),
         _constants.multiples(seqlen_k, batch, q),
-        *(seqlen_q, seqlen_k, dropout_p, softmax_scale, causal),
-        *(window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state),
+        seqlen_q,
+        seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state,
     )
     for given, result in zip((dq, dk, dv), results, strict=True):
         if given is not None and result is not None:
@@ -188,7 +215,7 @@ def _flash_attn_varlen_backward(
         window_size_right=window_size_right,
         softcap=softcap,
         deterministic=deterministic,
-        output_mask=[dq is not None, dk is not None, dv is not None, False, False],
+        output_mask=(dq is not None, dk is not None, dv is not None, False, False),
         **options,
     )
     for given, gradient in zip((dq, dk, dv), found, strict=False):
