@@ -37,12 +37,13 @@ def cast_attention(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: given[name].to(dtype) for name in inputs if _is_float(given.get(name))}
 
 
-def cast_query(q: Tensor, k_cache: Tensor) -> Tensor:
-    """q as attention over a paged cache would cast it, for what has to be known before."""
+def cast_early(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k and v as attention would cast them, for functions that check or send them before."""
     if not (isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)):
-        return q
-    given = {"q": q, "k": k_cache}
-    return cast_attention(given, torch.get_autocast_dtype(q.device.type)).get("q", q)
+        return q, k, v
+    given = {"q": q, "k": k, "v": v}
+    given |= cast_attention(given, torch.get_autocast_dtype(q.device.type))
+    return given["q"], given["k"], given["v"]
 
 
 def cast_index(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

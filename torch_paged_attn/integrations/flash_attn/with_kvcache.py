@@ -31,7 +31,7 @@ from torch_paged_attn.integrations.flash_attn._results import (
     returned,
 )
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
-from torch_paged_attn.ops._autocast import cast_query
+from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.accepted import as_int32
 from torch_paged_attn.ops.append_slots import append_slots, positions
 
@@ -109,7 +109,7 @@ def flash_attn_with_kvcache(
     table = block_table
     if page_table is not None:
         table = one_of(name, block_table=block_table, page_table=page_table)
-    q = cast_query(q, k_cache)
+    q, _, _ = cast_early(q, k_cache, v_cache)
     if (
         rotary_cos
         is rotary_sin
@@ -166,7 +166,7 @@ def flash_attn_with_kvcache(
     check_out(name, out, q, v_cache)
     if qv is not None:
         check_tensors(name, qv=qv)
-        qv = with_whole_rows(name, "qv", cast_query(qv, k_cache))
+        qv = with_whole_rows(name, "qv", cast_early(qv, k_cache, v_cache)[0])
         if qv.dim() == 4 == q.dim():
             qv = qv.flatten(0, 1)
 
