@@ -39,10 +39,13 @@ def cast_attention(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def cast_early(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v as attention would cast them, for functions that check or send them before."""
-    if not (isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)):
+    if not isinstance(q, Tensor):
+        return q, k, v
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     given = {"q": q, "k": k, "v": v}
-    given |= cast_attention(given, torch.get_autocast_dtype(q.device.type))
+    given |= cast_attention(given, torch.get_autocast_dtype(device))
     return given["q"], given["k"], given["v"]
 
 
