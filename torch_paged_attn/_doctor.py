@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
 
 from torch_paged_attn import __version__, _processor
+from torch_paged_attn.backends.cpu.path import instruction_sets
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops.backend import serving
@@ -144,12 +145,12 @@ def report() -> dict[str, Any]:
     cpu = devices["cpu"]
     problems, notes = [], []
     try:
-        isa = torch.ops.paged_attn.cpu_isa() if cpu["backend"] == "cpu" else ""
+        isa, isas = instruction_sets() if cpu["backend"] == "cpu" else ("", [])
     except RuntimeError as error:  # PAGED_ATTN_CPU_ISA names one that is not here
         cpu |= {"backend": None, "ops": [], "reason": str(error).partition("\n")[0], "notes": []}
     if cpu["backend"] == "cpu":
         cpu["instruction_set"] = isa
-        cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
+        cpu["instruction_sets"] = isas
         lines = torch.ops.paged_attn.cpu_isas_missing().splitlines()
         missing = dict(line.split(": ", 1) for line in lines)
         cpu["threads"] = torch.get_num_threads()

@@ -62,7 +62,7 @@ WINDOW = "Keys seen before (left) and after (right) the position, inclusive; neg
 KEY_RANKS = (
     "A cache dealt out over ranks, in runs of `I = key_interleave` keys: key `j` stands at position"
     " `(j // I) * I * key_ranks + key_rank * I + j % I`. Masks, windows, ALiBi and block columns"
-    " compare positions."
+    " compare positions. At most 32768 ranks."
 )
 
 

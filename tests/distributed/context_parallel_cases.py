@@ -252,6 +252,18 @@ def case_bias(world: World) -> None:
         assert_accurate_gradients(grads, gradients)
 
 
+def case_autocast(world: World) -> None:
+    """Casts come before checks, and before anything is sent."""
+    pack = Pack((30, 7, 0, 50), options=(("causal", True),))
+    shards = Shards(pack.cu_seqlens)
+    q, k, v = (shared(shards, x) for x in pack.inputs())
+    for scheme in SCHEMES:
+        wanted = scheme(*(x.bfloat16() for x in (q, k, v)), shards, causal=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = scheme(q, k.bfloat16(), v, shards, causal=True)
+        assert all(map(torch.equal, found, wanted)), scheme.__name__
+
+
 def case_repeated_heads(world: World) -> None:
     pack = Pack((30, 7, 0, 50), num_kv_heads=1, options=(("causal", True),))
     judge(ulysses_attention, "contiguous", pack, pack.truth(), pack.gradients())

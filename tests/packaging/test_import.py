@@ -199,3 +199,11 @@ def test_a_flag_that_is_neither_0_nor_1_is_named(value, monkeypatch):
     monkeypatch.setenv("PAGED_ATTN_CHECK", value)
     with pytest.raises(ValueError, match=f"expected PAGED_ATTN_CHECK to be 0 or 1, got '{value}'"):
         environment._flag("PAGED_ATTN_CHECK")
+
+
+def test_every_public_name_is_found_by_dir():
+    """As completion in a shell finds it, although some modules are imported later."""
+    names = set(torch_paged_attn.__all__)
+    assert names <= set(dir(torch_paged_attn))
+    for name in names:
+        assert getattr(torch_paged_attn, name) is not None

@@ -58,7 +58,7 @@ def define(
     fake: returns empty results of the right shape and dtype
     derivative: how autograd differentiates the op; None: it has no derivative
     composed: the op as a function of PyTorch operators, for backends that have no kernel
-    autocast: whether q, k and v are cast under `torch.autocast`
+    autocast: whether tensors are cast under `torch.autocast`, by `_autocast.RULES`
 
     `<op>_error` takes the operator's arguments and returns the error message of the first rule that
     they break. A compiled kernel that finds a rule broken calls it for the message.

@@ -60,6 +60,12 @@ class Backend:
         """Why the backend cannot run on this machine; None if it can."""
         return None
 
+    def is_asked_for(self, key: str) -> bool:
+        """Whether the user has asked for this backend on a dispatch key, so that no other one may
+        serve it where this one cannot run.
+        """
+        return False
+
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """The kernel that would run a valid call, and why.
 
@@ -146,6 +152,8 @@ def serving(key: str) -> tuple[Backend | None, str]:
         if reason is None:
             return backend, ""
         reasons.append(reason)
+        if backend.is_asked_for(key):
+            break
     return None, "; ".join(reasons) or "no backend for this device yet"
 
 

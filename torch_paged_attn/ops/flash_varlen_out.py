@@ -129,10 +129,10 @@ def flash_varlen_out(
     """`flash_varlen`, whose result is written into `out`: the same bits, and no copy.
 
     For engines that own the memory of results. Rows past `cu_seqlens_q[-1]` are written too: 0.
-    Under `torch.autocast` q, k and v are cast, and `out` has the dtype that they are cast to. In a
-    graph of torch.compile the call is one node, which changes `out` in place. The TPU and Neuron
-    backends run `flash_varlen` and copy; so does a GPU if `out` has gaps or starts off a multiple
-    of 16 bytes.
+    Under `torch.autocast` q, k and v are cast to `out`'s dtype, or to autocast's if `out` is
+    float8. In a graph of torch.compile the call is one node, which changes `out` in place. The TPU
+    and Neuron backends run `flash_varlen` and copy; so does a GPU if `out` has gaps or starts off a
+    multiple of 16 bytes.
 
     Args:
         {arguments}

@@ -166,6 +166,7 @@ _reshape_and_cache = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        autocast=True,
     )
 )
 _reshape_and_cache_split = operator_of(
@@ -175,6 +176,7 @@ _reshape_and_cache_split = operator_of(
         check=functools.partial(check_split),
         check_values=check_values_split,
         fake=fake,
+        autocast=True,
     )
 )
 

@@ -55,7 +55,7 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 _select_keys = operator_of(
-    define(schema("select_keys"), check=check, check_values=check_values, fake=fake)
+    define(schema("select_keys"), check=check, check_values=check_values, fake=fake, autocast=True)
 )
 
 

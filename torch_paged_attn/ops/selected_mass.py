@@ -41,7 +41,9 @@ def fake(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _selected_mass = operator_of(
-    define(schema("selected_mass"), check=check, check_values=check_values, fake=fake)
+    define(
+        schema("selected_mass"), check=check, check_values=check_values, fake=fake, autocast=True
+    )
 )
 
 
