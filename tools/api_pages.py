@@ -19,6 +19,10 @@ OPS = (
     "blocksparse",
     "flash_varlen_backward",
     "blocksparse_backward",
+    "selected_attention",
+    "selected_attention_backward",
+    "selected_mass",
+    "select_keys",
 )
 ENTRY = re.compile(r"([a-z_][\w]*(?:, [a-z_]\w*)*|[A-Z]\w*(?:Error|Full)): +(.*)", re.DOTALL)
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Sources):(?: (.*))?$")
@@ -45,7 +49,9 @@ PAGES = {
                     "reshape_and_cache",
                     "merge_states",
                 ),
+                *("selected_attention", "selected_mass", "select_keys"),
                 *("flash_varlen_backward", "blocksparse_backward", "merge_states_backward"),
+                "selected_attention_backward",
             )
         },
     ),

@@ -35,10 +35,15 @@ def _stub(name: str, signature: inspect.Signature) -> str:
     for x in signature.parameters.values():
         if x.kind is x.KEYWORD_ONLY and "    *," not in lines:
             lines.append("    *,")
-        default = "" if x.default is x.empty else f" = {x.default!r}"
+        default = "" if x.default is x.empty else f" = {_value(x.default)}"
         lines.append(f"    {x.name}: {_type(x.annotation)}{default},")
     returned = _type(signature.return_annotation)
     return "\n".join([f"def {name}(", *lines, f") -> {returned}: ...", ""])
+
+
+def _value(value: Any) -> str:
+    """As ruff formats it: strings in double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _type(annotation: Any) -> str:

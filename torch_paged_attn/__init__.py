@@ -21,6 +21,10 @@ from torch_paged_attn.ops import (
     merge_states,
     merge_states_backward,
     reshape_and_cache,
+    select_keys,
+    selected_attention,
+    selected_attention_backward,
+    selected_mass,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +60,10 @@ __all__ = [
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",
+    "select_keys",
+    "selected_attention",
+    "selected_attention_backward",
+    "selected_mass",
     "warmup",
 ]
 

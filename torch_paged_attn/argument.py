@@ -14,6 +14,7 @@ KINDS = {
     float: "float",
     float | None: "float?",
     bool: "bool",
+    str: "str",
     torch.dtype | None: "ScalarType?",
     tuple[bool, bool, bool, bool, bool]: "bool[5]",
 }

@@ -1,6 +1,7 @@
 """The list of attention arguments, and `AttentionCall`: the values of one call under their names.
 
-The fields of `AttentionCall`, and for `blocksparse` also those of `BlockLayout`, are the list.
+The fields of `AttentionCall` are the list; for `blocksparse` also those of `BlockLayout`, for
+`selected_attention` those of `Selection`.
 Schemas, the public functions, checks, backends and tests take names, order, types, defaults and
 meanings from it: a new argument is a new field.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 from torch_paged_attn.argument import Argument, argument, listed
+from torch_paged_attn.selection import NOT_SELECTED, Selection
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,8 +68,8 @@ KEY_RANKS = (
 
 @dataclasses.dataclass(eq=False)
 class AttentionCall:
-    """One call of `flash_varlen` or `blocksparse`. It is never changed: what follows from shapes is
-    read from them once."""
+    """One call of `flash_varlen`, `blocksparse` or `selected_attention`. It is never changed: what
+    follows from shapes is read from them once."""
 
     op: str
     q: Tensor = argument(
@@ -205,6 +207,7 @@ class AttentionCall:
     key_rank: int = argument(0, meaning=KEY_RANKS)
     key_interleave: int = argument(1, meaning=KEY_RANKS)
     layout: BlockLayout | None = None
+    selection: Selection | None = None
     out: Tensor | None = None
     """Where the result goes; None: into a new tensor."""
 
@@ -221,10 +224,14 @@ class AttentionCall:
     @classmethod
     def blocksparse(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
         """From the arguments of the operator `blocksparse`."""
-        names = [x.name for x in arguments("blocksparse")[: len(args)]]
-        given = OWN_DEFAULTS["blocksparse"] | dict(zip(names, args, strict=True)) | kwargs
-        layout = {x.name: given.pop(x.name) for x in listed(BlockLayout) if x.name in given}
+        given, layout = _split("blocksparse", BlockLayout, args, kwargs)
         return cls("blocksparse", layout=BlockLayout(**layout), **given)
+
+    @classmethod
+    def selected_attention(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
+        """From the arguments of the operator `selected_attention`."""
+        given, selection = _split("selected_attention", Selection, args, kwargs)
+        return cls("selected_attention", selection=Selection(**selection), **given)
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
@@ -235,9 +242,10 @@ class AttentionCall:
         """The call's arguments by their names."""
         op = "flash_varlen" if self.out is None else "flash_varlen_out"
         own = {x.name: getattr(self, x.name) for x in arguments(op)}
-        if (layout := self.layout) is None:
-            return own
-        return own | {x.name: getattr(layout, x.name) for x in listed(BlockLayout)}
+        for part in (self.layout, self.selection):
+            if part is not None:
+                own |= {x.name: getattr(part, x.name) for x in listed(type(part))}
+        return own
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Every tensor argument by its name, None if it was not given."""
@@ -245,9 +253,11 @@ class AttentionCall:
         own = {name: fields[name] for name in tensor_names("flash_varlen")}
         if self.out is not None:
             own["out"] = self.out
-        if (layout := self.layout) is None:
-            return own
-        return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
+        if (layout := self.layout) is not None:
+            own |= {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
+        if (selection := self.selection) is not None:
+            own |= {"key_indices": selection.key_indices, "num_selected": selection.num_selected}
+        return own
 
     def given_tensors(self) -> dict[str, Tensor]:
         """The tensors that were given, in the order of the op's list; `out`, if it is among them,
@@ -255,7 +265,8 @@ class AttentionCall:
         """
         if self.out is not None:
             return {name: x for name, x in self.tensors().items() if x is not None}
-        own = vars(self) if self.layout is None else self.tensors()
+        is_plain = self.layout is None and self.selection is None
+        own = vars(self) if is_plain else self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
 
     @functools.cached_property
@@ -288,9 +299,21 @@ class AttentionCall:
         return self.cu_seqlens_q.shape[0] - 1
 
     @functools.cached_property
+    def is_slots(self) -> bool:
+        """Whether key_indices name units of the cache itself: pages without a block_table."""
+        if self.selection is None or self.block_table is not None:
+            return False
+        return isinstance(self.k, Tensor) and self.k.dim() == 4
+
+    @functools.cached_property
+    def is_paged(self) -> bool:
+        """Whether k and v are pages."""
+        return self.block_table is not None or self.is_slots
+
+    @functools.cached_property
     def page_size(self) -> int:
         """Tokens of a page of the KV cache; 0 if keys are packed."""
-        return 0 if self.block_table is None else self.k.shape[2]
+        return self.k.shape[2] if self.is_paged else 0
 
     @functools.cached_property
     def scale(self) -> float:
@@ -352,22 +375,45 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "flash_varlen": {},
     "flash_varlen_out": {},
     "blocksparse": {"causal": True},
+    "selected_attention": {"causal": True},
 }
+
+
+def _split(
+    op: str, part: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call's arguments by name: those of `AttentionCall`, and those of its `part`."""
+    names = [x.name for x in arguments(op)[: len(args)]]
+    given = OWN_DEFAULTS[op] | dict(zip(names, args, strict=True)) | kwargs
+    return given, {x.name: given.pop(x.name) for x in listed(part) if x.name in given}
 
 
 @functools.cache
 def arguments(op: str) -> tuple[Argument, ...]:
-    """The list: what `flash_varlen`, `flash_varlen_out` or `blocksparse` takes, in the order of its
-    schema.
+    """The list: what `flash_varlen`, `flash_varlen_out`, `blocksparse` or `selected_attention`
+    takes, in the order of its schema.
     """
     found = listed(AttentionCall)
     if op == "flash_varlen_out":  # the dtype of the result is that of `out`
         found = listed(Destination) + tuple(x for x in found if x.name != "out_dtype")
     if op == "blocksparse":  # the layout's arguments follow q, k and v
         found = found[:3] + listed(BlockLayout) + found[3:]
+    if op == "selected_attention":
+        found = _with_selection(found)
     own = OWN_DEFAULTS[op]
     found = tuple(x._replace(default=own.get(x.name, x.default)) for x in found)
     return tuple(sorted(found, key=lambda x: x.keyword_only))
+
+
+def _with_selection(found: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """Lists follow q, k and v, and their lengths block_table."""
+    own = {x.name: x for x in listed(Selection)}
+    behind = {
+        "v": (own["key_indices"], own["select_size"]),
+        "block_table": (own["num_selected"],),
+    }
+    kept = (x for x in found if x.name not in NOT_SELECTED)
+    return tuple(y for x in kept for y in (x, *behind.get(x.name, ())))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`BackwardCall`: the arguments of `flash_varlen_backward` and `blocksparse_backward`.
+"""`BackwardCall`: the arguments of `flash_varlen_backward` and the other backwards of attention.
 
 They are arguments of the forward (those of the list in `attention_call.py` that have `in_backward`)
 and the fields below: the forward's results, their gradients, and which gradients are wanted.
@@ -22,7 +22,9 @@ GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "s
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BackwardCall:
-    """One call of `flash_varlen_backward` or `blocksparse_backward`."""
+    """One call of `flash_varlen_backward`, `blocksparse_backward` or
+    `selected_attention_backward`.
+    """
 
     forward: AttentionCall
     dout: Tensor = argument(
@@ -55,6 +57,11 @@ class BackwardCall:
     def blocksparse(cls, *args: Any, **kwargs: Any) -> "BackwardCall":
         """From the arguments of the operator `blocksparse_backward`."""
         return cls._of("blocksparse", args, kwargs)
+
+    @classmethod
+    def selected_attention(cls, *args: Any, **kwargs: Any) -> "BackwardCall":
+        """From the arguments of the operator `selected_attention_backward`."""
+        return cls._of("selected_attention", args, kwargs)
 
     @classmethod
     def _of(cls, forward: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "BackwardCall":
@@ -111,7 +118,7 @@ class BackwardCall:
 
 @functools.cache
 def arguments(op: str) -> tuple[Argument, ...]:
-    """What `flash_varlen_backward` or `blocksparse_backward` takes, in the order of its schema."""
+    """What the backward `op` takes, in the order of its schema."""
     forward = backward_arguments(op.removesuffix("_backward"))
     own = {x.name: x for x in listed(BackwardCall)}
     at = [x.name for x in forward].index("cu_seqlens_q")

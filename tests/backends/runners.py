@@ -82,6 +82,11 @@ class Runner:
         backend, _ = serving_device(self.device)
         return backend
 
+    def has(self, op):
+        """Whether the backend has an op, which it may lack where the op is of selected keys."""
+        backend = self.backend()
+        return "select" not in op or backend.is_compiled or backend.has(op)
+
     def lacks(self):
         """The arguments of attention that it refuses."""
         return self.backend().lacks
@@ -246,6 +251,9 @@ class Reference(Runner):
 
     def attend(self, call, **changes):
         return getattr(reference, call.op)(**call.args | changes, precision=reference.BASELINE)
+
+    def has(self, op):
+        return True
 
     def attend_into(self, call, out, whole):
         lse = reference.flash_varlen_out(out, **without_dtype(call), precision=reference.BASELINE)

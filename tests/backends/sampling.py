@@ -45,7 +45,9 @@ class Sample:
 
 # Tests that a runner never runs, thorough or not.
 _FUNCTIONS = "the runner calls a backend's functions, which are nothing to the dispatcher"
-_OF_THE_DISPATCHER = dict.fromkeys(("gradients_by_autograd", "gradients_refused"), _FUNCTIONS)
+_OF_THE_DISPATCHER = dict.fromkeys(
+    ("gradients_by_autograd", "gradients_refused", "selected_gradients_by_autograd"), _FUNCTIONS
+)
 _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
 _OF_OUT = dict.fromkeys(("out", "out_of_no_sequences"), "JAX writes into no argument")
 _OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
@@ -123,6 +125,25 @@ SAMPLES: dict[str, Sample] = {
             "gradients_of_out_alone": (),
             "gradients_beside_a_large_sink": (),
             "gradients_only_read": (),
+            "selected_agrees": (
+                "flashmla/slots/bf16",
+                "minimax_m3/kv_e4m3/bf16",
+                "deepseek_v3_2/latent_e4m3/bf16",
+                "quest/decode/f16",
+                "selected/nothing/f32",
+                "selected/no_entries/f32",
+                "selected/everything/f32",
+                "selected/out_e4m3/bf16",
+                "selected/many_keys/bf16",
+            ),
+            "selected_same_bits": ("quest/decode/f16",),
+            "selected_page_order": ("quest/decode/f16",),
+            "selected_alone": ("quest/decode/f16",),
+            "selected_unseen_memory": ("quest/decode/f16", "flashmla/slots/bf16"),
+            "selected_gaps": ("selected/everything/f32",),
+            "selected_order_of_a_list": (),
+            "selected_gradients_agree": ("selected/training_shared_list/f32",),
+            "selected_gradients_unseen_memory": ("selected/training_shared_list/f32",),
         },
         LIKE,
         GRADIENTS_LIKE,
@@ -272,7 +293,9 @@ def no_gradients(runner, problem):
 
 
 def lacked(runner, case):
-    """The arguments of a problem that a runner refuses; other cases have none."""
+    """The arguments of a problem that a runner refuses, or its op; other cases have none."""
+    if hasattr(case, "op") and not runner.has(case.op):
+        return {case.op}
     return getattr(case, "optional", frozenset()) & set(runner.lacks())
 
 

@@ -159,6 +159,8 @@ def test_imports_run_one_way(folder):
                 "attention_call",
                 "backward_call",
                 "environment",
+                "selection",
+                "selection_calls",
                 *MAY_IMPORT[folder],
             )
             assert any(module == a or module.startswith(a + ".") for a in allowed), (

@@ -16,8 +16,11 @@ from torch_paged_attn.testing import (
     EXTENDED,
     EXTENDED_DIFFERENTIABLE,
     PROBLEMS,
+    SELECTED,
+    SELECTED_DIFFERENTIABLE,
     Layout,
     Problem,
+    Selected,
     build,
 )
 from torch_paged_attn.testing.training_problems import DIFFERENTIABLE
@@ -289,10 +292,40 @@ def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
     return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
 
 
+# heads as models have them
+MORE_SELECTED = {
+    p.name: p
+    for p in (
+        Problem(
+            "selected/dsa_128_heads/bf16",
+            ((2, 600),),
+            128,
+            1,
+            576,
+            512,
+            dtype=bf16,
+            page_size=64,
+            cache_layout="mla",
+            selected=Selected(512),
+        ),
+        Problem(
+            "selected/m3_64_heads/bf16",
+            ((2, 900),),
+            64,
+            4,
+            128,
+            dtype=bf16,
+            page_size=128,
+            selected=Selected(6, 128, "kv"),
+        ),
+    )
+}
+
+
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    problems = PROBLEMS | MORE | EXTENDED
+    problems = PROBLEMS | MORE | EXTENDED | SELECTED | MORE_SELECTED
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
-    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE
+    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
     calls |= {
         f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
     }

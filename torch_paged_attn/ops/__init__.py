@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # the whole signatures, for type checkers and editors (tools/
         flash_varlen,
         flash_varlen_backward,
         flash_varlen_out,
+        select_keys,
+        selected_attention,
+        selected_attention_backward,
+        selected_mass,
     )
 else:
     from torch_paged_attn.ops.blocksparse import blocksparse
@@ -23,6 +27,10 @@ else:
     from torch_paged_attn.ops.flash_varlen import flash_varlen
     from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
     from torch_paged_attn.ops.flash_varlen_out import flash_varlen_out
+    from torch_paged_attn.ops.select_keys import select_keys
+    from torch_paged_attn.ops.selected_attention import selected_attention
+    from torch_paged_attn.ops.selected_attention_backward import selected_attention_backward
+    from torch_paged_attn.ops.selected_mass import selected_mass
 
 from torch_paged_attn.ops.merge_states import merge_states
 from torch_paged_attn.ops.merge_states_backward import merge_states_backward
@@ -35,6 +43,12 @@ if not TYPE_CHECKING:
     flash_varlen = paths.profiled("flash_varlen", flash_varlen)
     flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
     flash_varlen_out = paths.profiled("flash_varlen_out", flash_varlen_out)
+    select_keys = paths.profiled("select_keys", select_keys)
+    selected_attention = paths.profiled("selected_attention", selected_attention)
+    selected_attention_backward = paths.profiled(
+        "selected_attention_backward", selected_attention_backward
+    )
+    selected_mass = paths.profiled("selected_mass", selected_mass)
 merge_states = paths.profiled("merge_states", merge_states)
 merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
 reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
@@ -49,4 +63,8 @@ __all__ = [
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",
+    "select_keys",
+    "selected_attention",
+    "selected_attention_backward",
+    "selected_mass",
 ]

@@ -26,7 +26,8 @@ def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any
     names = [x.name for x in arguments(op) if not x.keyword_only]
     given = dict(zip(names, args, strict=False))
     inputs: tuple[str, ...] = ("q", "k", "v")
-    if given.get("block_table") is not None:
+    is_slots = op == "selected_attention" and given["k"].dim() == 4
+    if given.get("block_table") is not None or is_slots:
         inputs, dtype = ("q",), given["k"].dtype if given["k"].dtype in FLOAT else dtype
     if given["q"].dtype not in FLOAT:
         return args

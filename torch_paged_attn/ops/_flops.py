@@ -2,6 +2,7 @@
 
 A multiply-add counts as two. Only useful work counts: pairs of a query and a key that the causal
 mask and the window leave, or, for `blocksparse`, the pairs of all listed blocks if these are fewer.
+For `selected_attention` all keys of the listed units count, if these are fewer.
 Sequence lengths are read if they are on the CPU. Otherwise (on another device, or while a graph is
 traced) every query is assumed to see as many keys as shapes and hints allow, or half of them under
 a causal mask.
@@ -19,7 +20,7 @@ from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.backward_call import BackwardCall
 
 COUNTER = "torch.utils.flop_counter"
-OPS = "flash_varlen", "flash_varlen_out", "blocksparse"
+OPS = "flash_varlen", "flash_varlen_out", "blocksparse", "selected_attention"
 
 
 def flops(call: AttentionCall) -> int:
@@ -39,19 +40,32 @@ def backward_flops(call: BackwardCall) -> int:
 
 def _pairs(call: AttentionCall) -> int:
     """Number of pairs of a query and a key that one head computes, over all sequences."""
-    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
-    if all(x is None or _is_on_host(x) for x in (*lengths, call.q_position)):
-        key_lens = key_lengths(*lengths).tolist()
-        query_lens = call.cu_seqlens_q.diff().tolist()
-        firsts = call.first_positions().tolist()
-        visible = sum(_visible(call, *n) for n in zip(firsts, query_lens, key_lens, strict=True))
-    else:
-        visible = _visible_by_shapes(call)
+    if (selection := call.selection) is not None:
+        _, groups, entries = selection.key_indices.shape
+        listed = call.total_q * entries
+        if _is_on_host(selection.key_indices):
+            listed = int((selection.key_indices >= 0).sum()) // groups
+        listed *= selection.select_size
+        if call.is_slots:
+            return listed
+        return min(listed, _visible_pairs(call))
+    visible = _visible_pairs(call)
     if (layout := call.layout) is None:
         return visible
     sequences = 1 if layout.col_indices.dim() == 3 else call.batch
     blocks = layout.col_indices.numel() // layout.col_indices.shape[-2] * sequences
     return min(visible, blocks * layout.q_block_size * layout.k_block_size)
+
+
+def _visible_pairs(call: AttentionCall) -> int:
+    """The pairs that causal mask and window leave."""
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+    if all(x is None or _is_on_host(x) for x in (*lengths, call.q_position)):
+        key_lens = key_lengths(*lengths).tolist()
+        query_lens = call.cu_seqlens_q.diff().tolist()
+        firsts = call.first_positions().tolist()
+        return sum(_visible(call, *n) for n in zip(firsts, query_lens, key_lens, strict=True))
+    return _visible_by_shapes(call)
 
 
 def _is_on_host(x: Tensor) -> bool:

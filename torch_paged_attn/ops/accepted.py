@@ -119,7 +119,7 @@ def _window(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
 
 _INDICES = (
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "k_start", "q_position"),
-    *("crow_indices", "col_indices"),
+    *("crow_indices", "col_indices", "key_indices", "num_selected"),
 )
 _SCALES = "q_descale", "k_descale", "v_descale", "k_scale", "v_scale"
 

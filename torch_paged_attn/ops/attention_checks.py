@@ -45,7 +45,7 @@ def check_attention(call: AttentionCall) -> None:
 def _check_rows(call: AttentionCall) -> None:
     op, q, k, v = call.op, call.q, call.k, call.v
     check_dim(op, "q", q, "(total_q, num_heads, head_dim)")
-    paged = call.block_table is not None
+    paged = call.is_paged
     shape = "(total_k, num_kv_heads, head_dim) without block_table"
     if paged:
         shape = "(num_pages, num_kv_heads, page_size, head_dim) with block_table"
@@ -227,7 +227,7 @@ def check_attention_values(call: AttentionCall) -> None:
         if call.attn_bias is not None and query_len and key_len > call.attn_bias.shape[2]:
             columns, expected = call.attn_bias.shape[2], f"at least Lk[{b}] = {key_len}"
             fail(op, "attn_bias.shape[2]", columns, expected)
-        if is_paged:
+        if is_paged and call.selection is None:
             _check_pages(call, b, query_len, key_len)
 
 

@@ -1,4 +1,4 @@
-"""The derivative of `flash_varlen` and `blocksparse`, and which calls have none.
+"""The derivative of `flash_varlen` and the other ops of attention, and which calls have none.
 
 The backward is an operator of its own. A forward call whose inputs require grad is refused if its
 backward does not exist: on any device (`refuse_gradients`), or on this one
@@ -73,6 +73,8 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
             refuse(call.op, problem, f"omit it, or {INSTEAD}")
     if call.block_table is not None:
         refuse(call.op, "no gradient for paged keys", f"pass packed k and v, or {INSTEAD}")
+    if call.is_slots:
+        refuse(call.op, "no gradient for keys in pages", f"pass packed keys, or {INSTEAD}")
     for name, dtype, allowed in (
         ("q", call.q.dtype, FLOAT),
         ("k", call.k.dtype, (call.q.dtype,)),
@@ -120,7 +122,7 @@ def _of_latents(
 
 
 class AttentionDerivative:
-    """The derivative of `flash_varlen` or `blocksparse`: a call of its backward."""
+    """The derivative of an op of attention: a call of its backward."""
 
     def __init__(self, op: str) -> None:
         self.op = op

@@ -74,7 +74,9 @@ class Backend:
         return Path(self.name, op, "it is the only one")
 
     def has(self, op: str) -> bool:
-        """Whether there is a function for an op. Only backwards may be missing."""
+        """Whether there is a function for an op. Backwards may be missing, and the ops of selected
+        keys.
+        """
         file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
         return importlib.util.find_spec(file) is not None
 
@@ -96,6 +98,8 @@ class Backend:
 
     def path_of(self, op: str, call: Any, target: str | None = None) -> Path:
         """`path`, or the attention argument that the backend does not support."""
+        if self.unsupported() is None and not (self.is_compiled or self.has(op)):
+            return Path(self.name, None, f"the {self.name} backend does not have it yet")
         is_backward = isinstance(call, BackwardCall)
         if is_backward or isinstance(call, AttentionCall):
             names = self.lacks_in_backward if is_backward else self.lacks

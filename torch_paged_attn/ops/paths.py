@@ -32,8 +32,13 @@ CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
     "blocksparse": AttentionCall.blocksparse,
     "flash_varlen_backward": BackwardCall.flash_varlen,
     "blocksparse_backward": BackwardCall.blocksparse,
+    "selected_attention": AttentionCall.selected_attention,
+    "selected_attention_backward": BackwardCall.selected_attention,
 }
-OTHERS = ("merge_states", "merge_states_backward", "reshape_and_cache")
+OTHERS = (
+    *("merge_states", "merge_states_backward", "reshape_and_cache"),
+    *("selected_mass", "select_keys"),
+)
 
 
 def is_real(x: Tensor) -> bool:
@@ -48,7 +53,7 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     given = inspect.signature(public(op)).bind(*args, **options)
     given.apply_defaults()
     found = given.arguments
-    if op in CALLS:
+    if "max_seqlen_q" in found:
         table, hints = found.get("block_table"), ("max_seqlen_q", "max_seqlen_k")
         filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
         found |= zip(hints, filled, strict=True)

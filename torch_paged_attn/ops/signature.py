@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torch_paged_attn import attention_call, backward_call
+from torch_paged_attn import attention_call, backward_call, selection_calls
 from torch_paged_attn.argument import Argument
 
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -18,10 +18,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 RESULTS = ("out", "softmax_lse")
+OF_SELECTION = {"selected_mass": ("mass",), "select_keys": ("key_indices", "num_selected")}
 
 
 def arguments(op: str) -> tuple[Argument, ...]:
     """The arguments of an attention op or of its backward, in the order of the schema."""
+    if op in OF_SELECTION:
+        return selection_calls.arguments(op)
     return (backward_call if op.endswith("_backward") else attention_call).arguments(op)
 
 
@@ -29,7 +32,9 @@ def results(op: str) -> tuple[str, ...]:
     """The names of an op's results, all of them tensors."""
     if op.endswith("_out"):  # its first result is an argument
         return RESULTS[1:]
-    return tuple(backward_call.GRADIENTS) if op.endswith("_backward") else RESULTS
+    if op.endswith("_backward"):
+        return tuple(backward_call.GRADIENTS)
+    return OF_SELECTION.get(op, RESULTS)
 
 
 def schema(op: str) -> str:
@@ -40,10 +45,17 @@ def schema(op: str) -> str:
     for i, x in enumerate(listed):
         if x.keyword_only and not listed[i - 1].keyword_only:
             words.append("*")
-        default = list(x.default) if isinstance(x.default, tuple) else x.default
-        words.append(f"{x.kind} {x.name}" + (f"={default}" if i > last_hint else ""))
+        has_default = i > last_hint and x.default is not dataclasses.MISSING
+        words.append(f"{x.kind} {x.name}" + (f"={_written(x.default)}" if has_default else ""))
     returned = ", ".join(f"Tensor {name}" for name in results(op))
     return f"{op}({', '.join(words)}) -> ({returned})"
+
+
+def _written(default: Any) -> Any:
+    """A default as a schema writes it."""
+    if isinstance(default, str):
+        return f'"{default}"'
+    return list(default) if isinstance(default, tuple) else default
 
 
 def described(function: Function) -> Function:

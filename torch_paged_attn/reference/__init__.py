@@ -18,6 +18,10 @@ from torch_paged_attn.reference.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
 )
+from torch_paged_attn.reference.select_keys import select_keys
+from torch_paged_attn.reference.selected_attention import selected_attention
+from torch_paged_attn.reference.selected_attention_backward import selected_attention_backward
+from torch_paged_attn.reference.selected_mass import selected_mass
 
 __all__ = [
     "BASELINE",
@@ -34,4 +38,8 @@ __all__ = [
     "merge_states_backward",
     "reshape_and_cache",
     "reshape_and_cache_split",
+    "select_keys",
+    "selected_attention",
+    "selected_attention_backward",
+    "selected_mass",
 ]

@@ -11,8 +11,9 @@ from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradie
 from torch_paged_attn.testing.inputs import Call, build
 from torch_paged_attn.testing.invariance import assert_batch_invariant
 from torch_paged_attn.testing.merging import MergeGradients, assert_accurate_merge_gradients
-from torch_paged_attn.testing.problem import Layout, Problem
+from torch_paged_attn.testing.problem import Layout, Problem, Selected
 from torch_paged_attn.testing.problems import EXTENDED, PROBLEMS
+from torch_paged_attn.testing.selected_problems import SELECTED, SELECTED_DIFFERENTIABLE
 from torch_paged_attn.testing.training_problems import (
     DIFFERENTIABLE,
     EXTENDED_DIFFERENTIABLE,
@@ -24,12 +25,15 @@ __all__ = [
     "EXTENDED",
     "EXTENDED_DIFFERENTIABLE",
     "PROBLEMS",
+    "SELECTED",
+    "SELECTED_DIFFERENTIABLE",
     "TRAINING",
     "Call",
     "Gradients",
     "Layout",
     "MergeGradients",
     "Problem",
+    "Selected",
     "Truth",
     "assert_accurate",
     "assert_accurate_gradients",

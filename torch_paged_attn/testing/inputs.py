@@ -19,6 +19,7 @@ from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients
 from torch_paged_attn.testing.problem import Problem
+from torch_paged_attn.testing.selected_inputs import selected_lists
 
 NAN = float("nan")
 INVALID_PAGES = (-1, 2**31 - 1, -(2**31))
@@ -73,11 +74,12 @@ class Call:
         args["cu_seqlens_q"] = cumulative([last - first])
         if args.get("attn_bias") is not None:
             args["attn_bias"] = args["attn_bias"][:, first:last]
-        for name in ("q_latent", "tail_mask"):
+        for name in ("q_latent", "tail_mask", "key_indices", "num_selected"):
             if args.get(name) is not None:
                 args[name] = args[name][first:last]
         k_bounds = args.get("cu_seqlens_k")
-        if "block_table" not in args and args.get("k_start") is None:
+        is_packed = args["k"].dim() == 3
+        if is_packed and args.get("k_start") is None:
             start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[
                 b : b + 2
             ].tolist()
@@ -166,6 +168,10 @@ def _build(problem: Problem) -> Call:
     args |= keys
     if problem.layout is not None:
         args |= _layout(problem, g)
+    if problem.selected is not None:
+        args |= selected_lists(problem, total_q, args.get("block_table"))
+        if problem.selected.slots:
+            del args["block_table"], args["seqused_k"]
     args["cu_seqlens_q"] = cumulative(problem.query_lens)
     args |= _options(problem, g, total_q)
     args |= _optional(problem, total_q, head_dim_v)
@@ -325,7 +331,10 @@ def _optional(problem: Problem, total_q: int, head_dim_v: int) -> dict[str, Any]
 
 def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:
     batch, heads, kv_heads = len(problem.seqs), problem.num_heads, problem.num_kv_heads
-    args: dict[str, Any] = {name: getattr(problem, name) for name in option_names("flash_varlen")}
+    names = option_names("flash_varlen")
+    if problem.selected is not None:
+        names = tuple(n for n in option_names("selected_attention") if n in names)
+    args: dict[str, Any] = {name: getattr(problem, name) for name in names}
     if problem.alibi:
         slopes = (batch, heads) if problem.alibi == "batch" else (heads,)
         args["alibi_slopes"] = torch.rand(slopes, generator=g)

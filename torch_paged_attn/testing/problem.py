@@ -21,6 +21,30 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Selected:
+    """Random lists of selected units for each query token.
+
+    units: entries of a list, K; "all": each list names every unit of its sequence
+    size: select_size
+    heads: "one" or "kv": G is 1 or num_kv_heads
+    holes: share of the entries that are -1
+    counted: whether num_selected is given; entries behind it are valid units that must not count
+    past: whether lists also name units past Lk
+    slots: whether units of the cache are named, without block_table
+    own: whether the unit of the token's own position is always listed, first
+    """
+
+    units: int | str = 8
+    size: int = 1
+    heads: str = "one"
+    holes: float = 0.0
+    counted: bool = False
+    past: bool = False
+    slots: bool = False
+    own: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """One attention call. Fields that are named like an argument mean that argument.
 
@@ -72,11 +96,14 @@ class Problem:
     key_ranks: int = 1
     key_rank: int = 0
     key_interleave: int = 1
+    selected: Selected | None = None
     seed: int = 0
 
     @property
     def op(self) -> str:
         """The operator's name."""
+        if self.selected is not None:
+            return "selected_attention"
         return "flash_varlen" if self.layout is None else "blocksparse"
 
     @property

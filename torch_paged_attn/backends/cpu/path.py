@@ -19,6 +19,9 @@ PAIRS = {
 }
 
 
+NO_KERNEL = "the compiled kernels do not have it yet"
+
+
 def products(isa: str, has_pairs: bool) -> str:
     """What is multiplied; the sums are float32."""
     return PAIRS.get(isa, "float32") if has_pairs else "float32"

@@ -56,6 +56,8 @@ class Triton(Backend):
         the contract except that of a bias with key_ranks and a layout, where a tile of keys may be
         in several blocks; and float32 heads that do not fit into shared memory.
         """
+        if call.selection is not None:
+            return None
         if max(call.head_dim, call.head_dim_v) > 256:
             from torch_paged_attn.backends.triton.portable.backward import lacks_room
 
@@ -71,12 +73,13 @@ class Triton(Backend):
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Cache writes stay opaque, because a graph would copy a tensor that a kernel writes
         through two views. Backwards stay opaque, because checkpointing and the partitioner look for
-        them. Attention returns NotImplemented for the calls of `flash_varlen.why_opaque`, and stays
-        opaque where it writes into a tensor of the caller's.
+        them, and so do the ops of selected keys. Attention returns NotImplemented for the calls of
+        `flash_varlen.why_opaque`, and stays opaque where it writes into a tensor of the caller's.
         """
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
-        if op.startswith("reshape_and_cache") or op.endswith(("_backward", "_out")):
+        is_opaque = op.startswith(("reshape_and_cache", "select"))
+        if is_opaque or op.endswith(("_backward", "_out")):
             return None
         function = self.function(op)
 

@@ -49,6 +49,8 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
     if target is None and assumed() is None and not _runs_here(call):
         reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
         return Path("triton", None, reason)
+    if op.startswith("select"):
+        return Path("triton", "portable", "keys that lists name have this kernel alone")
     # fake tensors have no addresses, so they are treated as in a trace
     with (
         contextlib.nullcontext() if target is None else assume(parse(target)),

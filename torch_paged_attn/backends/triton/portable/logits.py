@@ -24,7 +24,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _softcapped(s, softcap, IS_PRECISE: tl.constexpr, DTYPE: tl.constexpr):
+def softcapped(s, softcap, IS_PRECISE: tl.constexpr, DTYPE: tl.constexpr):
     """softcap * tanh(s / softcap)."""
     if IS_PRECISE:
         return softcap * _tanh(s / softcap)
@@ -81,7 +81,7 @@ def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr
     """
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:
-        s = _softcapped(s, scalars.softcap, IS_PRECISE, OPTIONS.DTYPE)
+        s = softcapped(s, scalars.softcap, IS_PRECISE, OPTIONS.DTYPE)
     capped = s
     if pointers.alibi is not None:
         s = _with_alibi(s, slope, position, j)

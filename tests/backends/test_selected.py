@@ -1,0 +1,181 @@
+"""`selected_attention` on every backend that has it, over the problems of `selected_problems.py`.
+
+What no list names is NaN in no problem of its own: `test_selected_unseen_memory` makes it NaN.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from gaps import all_with_gaps
+from same_bits import assert_same_bits
+
+from torch_paged_attn import reference
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.reference.attention import scored_sequences
+from torch_paged_attn.reference.selected_attention import selected_mask, with_sequences
+from torch_paged_attn.testing import (
+    SELECTED,
+    SELECTED_DIFFERENTIABLE,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import hostile_gradients
+
+INF = float("inf")
+WITH_GAPS = "selected/everything/f32", "selected/slots_of_units/f32"
+
+
+def over(keep):
+    """Parametrise over the problems that `keep` picks."""
+    return pytest.mark.over({name: p for name, p in SELECTED.items() if keep(p)})
+
+
+@functools.cache
+def truth(name):
+    return build((SELECTED | SELECTED_DIFFERENTIABLE)[name]).truth()
+
+
+@over(lambda p: True)
+def test_selected_agrees(case, runner):
+    out, lse = runner.attend(build(case))
+    assert out.dtype == (case.out_dtype or case.dtype) and lse.dtype == torch.float32
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert_accurate(out, lse, truth(case.name))
+
+
+@over(lambda p: True)
+def test_selected_same_bits(case, runner):
+    """Twice, and whatever the hints."""
+    call = build(case)
+    first = runner.attend(call)
+    assert_same_bits(first, runner.attend(call))
+    assert_same_bits(first, runner.attend(call, max_seqlen_q=0, max_seqlen_k=2**31 + 5))
+
+
+@over(lambda p: p.page_size is not None and not p.selected.slots)
+def test_selected_page_order(case, runner):
+    """The order of a cache's pages changes no bit."""
+    moved = dataclasses.replace(case, page_seed=case.page_seed + 1, spare_pages=9)
+    assert_same_bits(runner.attend(build(case)), runner.attend(build(moved)))
+
+
+@over(lambda p: p.k_ranges == "")
+def test_selected_alone(case, runner):
+    """A sequence alone has the bits that it has in its batch."""
+    call = build(case)
+    with runner.batch_invariant():
+        out, lse = runner.attend(call)
+        assert_accurate(out, lse, truth(case.name))
+        bounds = call.args["cu_seqlens_q"].tolist()
+        for b in range(len(case.seqs)):
+            rows = slice(bounds[b], bounds[b + 1])
+            assert_same_bits(runner.alone(call, b), (out[rows], lse[:, rows]))
+
+
+def unselected(call):
+    """Of packed k or of a cache, bool: the keys that no query sees."""
+    attention = AttentionCall.selected_attention(**call.args)
+    k = attention.k
+    is_unseen = torch.ones(k.shape[:-1], dtype=torch.bool)
+    attention = with_sequences(attention)
+    mask = functools.partial(selected_mask, attention)
+    for b, x in enumerate(scored_sequences(attention, torch.float32, mask)):
+        seen = x.visible.unflatten(0, (k.shape[1], -1)).any(1).any(1)  # (num_kv_heads, Lk)
+        for head, j in seen.nonzero().tolist():
+            if call.args.get("block_table") is not None:
+                page = int(call.args["block_table"][b, j // k.shape[2]])
+                is_unseen[page, head, j % k.shape[2]] = False
+            elif k.dim() == 4:
+                is_unseen[j // k.shape[2], head, j % k.shape[2]] = False
+            else:
+                is_unseen[x.first_key + j, head] = False
+    return is_unseen
+
+
+@over(lambda p: p.kv_dtype is None and p.v_dtype is None)
+def test_selected_unseen_memory(case, runner):
+    """Keys that no list names are NaN: no bit changes. So are pages that are not there."""
+    call = build(case)
+    is_unseen = unselected(call)
+    for name in ("k", "v"):
+        call.args[name][call.args[name].isnan()] = 0.0
+    first = runner.attend(call)
+    for name in ("k", "v"):
+        call.args[name][is_unseen] = float("nan")
+    assert_same_bits(first, runner.attend(call))
+    assert first[0].float().isfinite().all()
+
+
+@over(lambda p: p.name in WITH_GAPS)
+def test_selected_gaps(case, runner):
+    """Lengths, lists and scales may lie with gaps: no bit changes."""
+    call = build(case)
+    assert_same_bits(runner.attend(call), runner.attend(all_with_gaps(call)))
+
+
+@over(lambda p: p.selected.units == "all" or p.selected.own)
+def test_selected_order_of_a_list(case, runner):
+    """It changes rounding alone."""
+    call = build(case)
+    flipped = call.args["key_indices"].flip(-1)
+    assert_accurate(*runner.attend(call, key_indices=flipped), truth(case.name))
+
+
+def test_selected_nothing(runner):
+    """Tokens that see no key are 0, and -inf or the sink in softmax_lse; rows of padding -inf."""
+    call = build(dataclasses.replace(SELECTED["selected/nothing/f32"], padding_rows=2))
+    out, lse = runner.attend(call)
+    assert (out == 0).all() and (lse[:, -2:] == -INF).all()
+    assert torch.equal(lse[:, :-2], call.args["sinks"][:, None].expand_as(lse[:, :-2]))
+
+
+def over_training(keep=lambda p: True):
+    return pytest.mark.over({n: p for n, p in SELECTED_DIFFERENTIABLE.items() if keep(p)})
+
+
+@functools.cache
+def gradients_truth(name):
+    call = build(SELECTED_DIFFERENTIABLE[name])
+    out, lse = reference.selected_attention(**call.args)
+    return call.gradients(*hostile_gradients(call, out, lse))
+
+
+@pytest.mark.gradients
+@over_training()
+def test_selected_gradients_agree(case, runner):
+    call = build(case)
+    out, lse = runner.attend(call)
+    given = *hostile_gradients(call, out, lse), out, lse
+    found = runner.gradients(call, *given)
+    assert all(x.is_contiguous() for x in found)
+    assert_accurate_gradients(found, gradients_truth(case.name))
+    assert_same_bits(found, runner.gradients(call, *given))
+
+
+@pytest.mark.gradients
+@over_training(lambda p: p.k_ranges == "" and p.name.startswith("selected/training"))
+def test_selected_gradients_unseen_memory(case, runner):
+    """Keys that no list names are NaN, and their gradients 0."""
+    call = build(case)
+    is_unseen = unselected(call)
+    for name in ("k", "v"):
+        call.args[name][is_unseen] = float("nan")
+    out, lse = runner.attend(call)
+    dq, dk, dv, *_ = runner.gradients(call, *hostile_gradients(call, out, lse), out, lse)
+    assert dq.isfinite().all() and dk.isfinite().all() and dv.isfinite().all()
+    assert (dk[is_unseen] == 0).all() and (dv[is_unseen] == 0).all()
+
+
+@pytest.mark.gradients
+@over_training(lambda p: p.name == "selected/training_shared_list/f32")
+def test_selected_gradients_by_autograd(case, runner):
+    call = build(case)
+    out, lse = runner.attend(call)
+    dout, dlse = hostile_gradients(call, out, lse)
+    found, _ = runner.by_autograd(call, dout, dlse)
+    dq, dk, dv, _, dsinks = runner.gradients(call, dout, dlse, out, lse)
+    wanted = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+    assert_same_bits(list(found.values()), [wanted[name] for name in found])

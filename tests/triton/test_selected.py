@@ -1,0 +1,53 @@
+"""`selected_mass` and `select_keys` in Triton's interpreter, against their formulas."""
+
+import pytest
+import torch
+
+from torch_paged_attn import reference
+from torch_paged_attn.testing import SELECTED, assert_as_right_as, build
+from torch_paged_attn.testing.inputs import cumulative
+
+HINTS = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0}
+
+
+@pytest.mark.parametrize("name", ["quest/decode/f16", "minimax_m3/decode/bf16"])
+def test_selected_mass(name):
+    from torch_paged_attn.backends.triton.selected_mass import selected_mass
+
+    call = build(SELECTED[name])
+    _, lse = reference.selected_attention(**call.args)
+    names = [a.name for a in torch.ops.paged_attn.selected_mass.default._schema.arguments]
+    args = HINTS | {n: x for n, x in call.args.items() if n in names} | {"softmax_lse": lse}
+    golden, peer = (
+        reference.selected_mass(**args, precision=precision)
+        for precision in (reference.GOLDEN, reference.BASELINE)
+    )
+    assert_as_right_as(selected_mass(**args), golden, peer)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize(
+    "pool, score, size, causal",
+    [("max", "relu", 1, True), ("mean", "identity", 4, True), ("sum", "relu", 16, False)],
+)
+def test_select_keys(pool, score, size, causal, is_paged):
+    """Scores are whole numbers, many of them equal: the ids are the same."""
+    from torch_paged_attn.backends.triton.select_keys import select_keys
+
+    g = torch.Generator().manual_seed(1)
+
+    def numbers(*shape):
+        return torch.randint(-3, 4, shape, generator=g).float()
+
+    options = {"pool": pool, "score": score, "select_size": size, "causal": causal}
+    options |= {"num_units": 6, "force_first": 1, "force_last": 2}
+    args = HINTS | {"q": numbers(14, 4, 8), "cu_seqlens_q": cumulative([8, 0, 3])}
+    if is_paged:
+        args |= {"k": numbers(9, 2, 16, 8), "weights": None}
+        args["block_table"] = torch.tensor([[3, 1, 7], [99] * 3, [0, 2, 99]], dtype=torch.int32)
+        args["seqused_k"] = torch.tensor([40, 0, 20], dtype=torch.int32)
+    else:
+        args |= {"k": numbers(90, 2, 8), "weights": numbers(14, 4)}
+        args["cu_seqlens_k"] = cumulative([50, 5, 30])
+    found, wanted = (f(**args, **options) for f in (select_keys, reference.select_keys))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
