@@ -185,10 +185,6 @@ def from_ops(path):
     return [x.name for n in nodes if n.module == "torch_paged_attn.ops" for x in n.names]
 
 
-def test_types_are_shipped():
-    assert (PACKAGE / "py.typed").exists()
-
-
 def test_every_public_name_is_found():
     for name in torch_paged_attn.__all__:
         assert getattr(torch_paged_attn, name) is not None
