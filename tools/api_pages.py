@@ -124,14 +124,17 @@ PAGES = {
         "Testing",
         "Unstable: accuracy checks for kernels and models of your own. `PROBLEMS` run on every"
         " backend, `EXTENDED` have arguments that a backend may refuse; `DIFFERENTIABLE` and"
-        " `EXTENDED_DIFFERENTIABLE` are those with gradients, and `TRAINING` are further ones.",
+        " `EXTENDED_DIFFERENTIABLE` are those with gradients, `TRAINING` are further ones, and"
+        " `SELECTED` and `SELECTED_DIFFERENTIABLE` are those of `selected_attention`.",
         {
             "torch_paged_attn.testing": (
                 *("assert_accurate", "assert_accurate_gradients"),
                 *("assert_accurate_merge_gradients", "assert_batch_invariant"),
                 *("assert_as_right_as", "assert_same_in_float64", "assert_close_as_baseline"),
-                *("Problem", "Layout", "Call", "build", "Truth", "Gradients", "MergeGradients"),
+                *("Problem", "Layout", "Selected", "Call", "build", "Truth"),
+                *("Gradients", "MergeGradients"),
                 *("PROBLEMS", "EXTENDED", "DIFFERENTIABLE", "EXTENDED_DIFFERENTIABLE", "TRAINING"),
+                *("SELECTED", "SELECTED_DIFFERENTIABLE"),
             )
         },
     ),

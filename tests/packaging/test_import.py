@@ -120,6 +120,10 @@ MAY_IMPORT = {
         *("lru", "ops.lacking"),
     ),
     "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
+    "distributed": ("distributed", "lru", "ops"),
+    "integrations": ("integrations", "_processor", "_serving", "_warmup", "lru", "ops"),
+    "layouts": ("layouts",),
+    "testing": ("testing", "reference", "ops.checks"),
 }
 
 
@@ -166,6 +170,19 @@ def test_imports_run_one_way(folder):
             assert any(module == a or module.startswith(a + ".") for a in allowed), (
                 f"{path}: {module}"
             )
+
+
+def test_only_the_protocol_reaches_a_backend():
+    """What others need of a backend is a method of `Backend` (ops/backend.py)."""
+    paths = [path for path in PACKAGE.rglob("*.py") if "backends" not in path.parts]
+    assert len(paths) > 80
+    reached = {
+        (str(path.relative_to(PACKAGE)), module)
+        for path in paths
+        for module in imported(path)
+        if module.startswith("backends")
+    }
+    assert not reached
 
 
 def test_no_circle_in_ops():

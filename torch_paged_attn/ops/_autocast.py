@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import arguments
+from torch_paged_attn.ops.backend import dispatch_keys
 from torch_paged_attn.ops.checks import FLOAT
-
-KEYS = "AutocastCPU", "AutocastCUDA", "AutocastXLA", "AutocastPrivateUse1"
 
 
 def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -40,13 +39,13 @@ def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any
 def bind_autocast(
     library: torch.library.Library, op: str, overloads: tuple[torch._ops.OpOverload, ...]
 ) -> None:
-    """Register, for each of the operator's overloads and each device, a kernel that casts the
-    inputs and calls the overload again outside autocast.
+    """Register, for each of the operator's overloads and each backend's devices, a kernel that
+    casts the inputs and calls the overload again outside autocast.
     """
     for overload in overloads:
         name = overload._schema.name.partition("::")[2]
-        for key in KEYS:
-            library.impl(name, _kernel(op, overload), key)
+        for key in dispatch_keys():
+            library.impl(name, _kernel(op, overload), f"Autocast{key}")
 
 
 def _kernel(op: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
