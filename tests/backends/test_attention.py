@@ -1,6 +1,6 @@
 """`flash_varlen` and `blocksparse` on every backend, over the named problems.
 
-Their inputs are hostile wherever nobody may look: `testing/inputs.py`.
+Memory that no query may see is hostile in their inputs: `testing/inputs.py`.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def test_alone(case, runner):
 
 @over(lambda p: p.dtype.itemsize > 1 and p.kv_dtype is None and p.v_dtype is None)
 def test_unseen_memory(case, runner):
-    """What nobody may look at is NaN in every problem, and zero here: no bit changes."""
+    """Memory that no query may see is NaN in every problem, and zero here: no bit changes."""
     call = build(case)
     first = runner.attend(call)
     for name in ("q", "k", "v"):

@@ -153,7 +153,7 @@ def test_a_view_reaches_the_kernels_as_its_rows(head_dim, is_whole, front_end):
 
 
 def test_values_within_keys_are_loaded_with_them(front_end):
-    """Latent attention: the kernel is told how wide values are, and gets no second cache."""
+    """Latent attention: the kernel gets the width of values, and gets no second cache."""
     call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
     keys = call.args["k"].clone()
     _, latent = _packed(keys)

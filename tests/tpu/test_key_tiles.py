@@ -50,7 +50,7 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     wanted[np.array(keys.tile_of)[rows], np.array(cut.tile_of)[queries]] = True
     assert (pairs == wanted).all()
 
-    # every key that there is lies in its place, and only those count
+    # every key is in its place, and only those count
     live = np.zeros(TOTAL_K, bool)
     for b, (_, lk) in enumerate(lengths):
         live[first_key[b] : first_key[b] + lk] = True

@@ -215,7 +215,7 @@ FAULTS = (
         suite("gradients_agree and sinks_of_rows"),
     ),
     Fault(
-        "keys that nobody sees have rows",
+        "keys that no query sees have rows",
         "backward_plan.py",
         "(column < work.key_stop[:, None])",
         "(column < work.tile_k)",

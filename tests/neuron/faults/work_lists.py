@@ -42,7 +42,7 @@ FAULTS = (
         SPARSE,
     ),
     Fault(
-        "heads share runs of more tokens than adjoin",
+        "heads share runs of more tokens than are contiguous",
         "tile_sizes.py",
         "        and fits % (2 * share * run) == 0\n",
         "",

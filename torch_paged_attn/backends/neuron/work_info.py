@@ -154,9 +154,9 @@ def lay_out(
         columns += token_in_sequence[work.token][stack], seed[stack]
     indices = torch.cat(columns, 1).transpose(1, 2)
 
-    nobody = torch.tensor(0)
+    nothing = torch.tensor(0)
     start, stop, key_start, key_stop = (
-        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nobody)
+        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nothing)
         for edge in (work.row_start, work.row_stop, work.key_start, work.key_stop)
     )
     columns = [start, stop, work.position.clamp(-EXACT, EXACT)[stack]]

@@ -136,7 +136,7 @@ class TileAttention:
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
-        """Fold the block of keys that lies in buffer `slot` into the softmax."""
+        """Fold the block of keys in buffer `slot` into the softmax."""
         refs, first = self.refs, block * self.loader.block_k
         if refs.bias_rows is not None:
             TokenBias(refs, self.options, self.tile).arrange(slot)

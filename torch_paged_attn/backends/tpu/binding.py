@@ -115,7 +115,7 @@ def _reading_memory(call: Call) -> Call:
     elif is_front_of(call.v, call.k):
         changed["v"] = call.v.new_empty((0, *call.v.shape[1:]))
     reading = dataclasses.replace(call, **changed)
-    # the width of values is told from their rows, which may end in numbers of no value
+    # the width of values follows from their rows, which may end in numbers of no value
     return reading if reading.head_dim_v == call.v.shape[-1] else call
 
 

@@ -139,8 +139,8 @@ def union_of_heads(words: Array) -> Array:
 
 
 def _place_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
-    """Where the word of a block, and of the i-th row of the layout that the tile may touch, lies in
-    `union_of_heads`.
+    """The place in `union_of_heads` of the word of a block and of the i-th row of the layout that
+    the tile may touch.
     """
     tiles, (num_rows, num_blocks, num_heads) = refs.tiles, options.layout_shape
     position, shift = tiles.position[tile], options.block_sizes[0].bit_length() - 1

@@ -16,7 +16,7 @@ from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.ring import Ring
 from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
-# a block's pages are started in groups of so many at most, and groups that nobody needs passed over
+# a block's pages are started in groups of at most so many, and groups that are not needed skipped
 MOST_PAGES = 64
 
 
@@ -145,7 +145,7 @@ class KvLoader(Ring):
         def start_some(group: Any, _: None) -> None:
             for i in range(together):
                 index = group * together + i
-                # a load that hangs on a condition costs more than one that nobody needs
+                # a load that hangs on a condition costs more than one that is not needed
                 page = self.refs.table[entry + index]
 
                 @pl.when((index >= first) & (index < stop))

@@ -141,7 +141,7 @@ def begin_and_turn(token_sums, dst, q, level, dx):
 
 
 def scaled_rows(token_sums, scale, target):
-    """scale * sums that came as rows, in target's type: (P, width / P, dim)."""
+    """scale * sums given as rows, in target's type: (P, width / P, dim)."""
     chunks, dim = token_sums.sums.shape[1], target.shape[1]
     rows = nl.ndarray((P, chunks, dim), dtype=target.dtype, buffer=nl.sbuf)
     for first in range(0, chunks, token_sums.together):
