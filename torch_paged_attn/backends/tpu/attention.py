@@ -24,7 +24,6 @@ from torch_paged_attn.backends.tpu.dtypes import (
     compute_dtype_of,
     to_float8,
 )
-from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
 from torch_paged_attn.backends.tpu.layout_mask import lay_out_tiles, layout_words
@@ -34,6 +33,7 @@ from torch_paged_attn.backends.tpu.registers import SUBLANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.backends.tpu.token_bias import readable
+from torch_paged_attn.backends.tpu.xla_tiling import Heads
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 

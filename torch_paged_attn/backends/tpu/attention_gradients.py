@@ -17,13 +17,13 @@ from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.choices import choose_options
 from torch_paged_attn.backends.tpu.config import Config, choose_config
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, compute_dtype_of
-from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tiles import Cut, KeyCut, cut_keys, cut_queries
+from torch_paged_attn.backends.tpu.xla_tiling import Heads
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 

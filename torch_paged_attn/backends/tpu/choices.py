@@ -153,7 +153,7 @@ def _halved(step_k: int, unit: int, most: int) -> int:
 
 
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
-    """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
+    """Whether a launch reads queries and writes results where they lie (`q_out_dma.py`)."""
     slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
     rows = options.group_size * tile_q
     is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1

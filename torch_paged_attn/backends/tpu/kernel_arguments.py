@@ -32,7 +32,7 @@ class Options:
     first_head: int = 0  # the launch's first query head among the call's
     fold: int = 1  # keys of a row of `k_buffers`
     table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
-    # where the kernel reads tokens as they lie (`token_rows.py`)
+    # where the kernel reads tokens as they lie (`q_out_dma.py`)
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False

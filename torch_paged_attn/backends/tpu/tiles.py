@@ -3,7 +3,7 @@
 A tile is `tile_q` consecutive tokens of one sequence. The kernel walks the tiles and, for each,
 the keys that some token of it sees: cost follows what is visible, whatever the mix of prefill and
 decode. Shapes are upper bounds; tiles behind the batch's last one see no key. Kernels that read
-tokens as they lie cut their tiles themselves, in the same way (`token_rows.plan_tiles`).
+tokens as they lie cut their tiles themselves, in the same way (`q_out_dma.plan_tiles`).
 """
 
 import dataclasses
