@@ -13,7 +13,7 @@ from same_bits import same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
-from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
+from torch_paged_attn.backends.neuron.backward_tiles import Sizes, cut, visible_tiles
 from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items, spans_of
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
@@ -50,7 +50,7 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
         work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
-        parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
+        parts = visible_tiles(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
         names = ("stack", "sequence", "keys", "key_start", "key_stop", "row_start", "row_stop")
         table = {name: getattr(work, name).tolist() for name in names}
         rows = {name: getattr(work, name).tolist() for name in ("is_row", "token", "member")}

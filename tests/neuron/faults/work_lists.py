@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "a block more than is listed",
-        "columns.py",
+        "key_columns.py",
         "(block * size < stop[stack])",
         "(block * size < stop[stack] - size)",
         SPARSE,

@@ -87,7 +87,7 @@ def bucket(num_items: int) -> int:
     return power * 3 // 4 if power >= 4 and num_items <= power * 3 // 4 else power
 
 
-def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
+def split_over_cores(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
     """Share the items among programs without splitting a stack; each program has as many lines.
 
     Returns each line's item, whether the line is idle, and the largest number of items.
@@ -125,7 +125,7 @@ def lay_out(
 
     Without `token_in_sequence` there is no dropout, and no columns for it.
     """
-    items, is_idle, count = deal(work, programs)
+    items, is_idle, count = split_over_cores(work, programs)
     stack = work.stack[items]
     chunks = work.tile_k // (P * work.run)
 
