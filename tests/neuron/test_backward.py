@@ -262,7 +262,7 @@ def test_a_row_of_nan_stays_a_row(machine):
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["dq", "dk and dv"])
-def test_sums_that_come_as_rows_alone(wanted, request):
+def test_dq_alone_and_dk_with_dv_alone(wanted, request):
     """One of dq and dk with dv: nothing else is turned by the products of dk."""
     from nki_emulator import emulated
 
