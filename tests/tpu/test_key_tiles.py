@@ -61,4 +61,4 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     is_busy = np.array(keys.tiles.num_visits) > 0
     for tile in range(num_tiles + num_cores):
         later = (t for t in range(tile, num_tiles, num_cores) if is_busy[t])
-        assert int(keys.tiles.busy_from[tile]) == next(later, num_tiles)
+        assert int(keys.tiles.next_nonempty[tile]) == next(later, num_tiles)

@@ -195,7 +195,7 @@ def _attend_cut(
     call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
 ) -> tuple[Array, Array]:
     """One launch: results of all tokens, of which only those in the cut's tiles count."""
-    apart = options.heads_apart
+    apart = options.head_splits
     heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
     tiles, layout = cut.tiles, None
     if call.layout is not None:
@@ -220,7 +220,7 @@ def _attend_cut(
     modifiers = _modifiers(call, heads, factors, options.fold)
     if call.attn_bias is not None:
         # it hides keys row by row: halves of a step would be masked, too
-        options = dataclasses.replace(options, edge_k=options.step_k)
+        options = dataclasses.replace(options, masked_step_k=options.step_k)
         modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
     num_tiles, num_kv_heads, *of_head = queries.shape
     queries = queries.reshape(-1, num_kv_heads // apart, *of_head)

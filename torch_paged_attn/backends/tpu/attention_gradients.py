@@ -269,7 +269,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
     options = choose_options(call, config, LANES, tile_q, interpret)
     if call.attn_bias is not None:  # which masks every step
-        options = dataclasses.replace(options, edge_k=options.step_k)
+        options = dataclasses.replace(options, masked_step_k=options.step_k)
     return options, num_kv_heads
 
 

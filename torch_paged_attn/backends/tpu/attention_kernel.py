@@ -176,8 +176,8 @@ class TileAttention:
         first_key, columns = first + place * width, width // options.fold
         piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
         first_head: Any = 0
-        if options.heads_apart > 1:  # the tile has some of the heads
-            part = lax.rem(self.tile, jnp.int32(options.heads_apart))
+        if options.head_splits > 1:  # the tile has some of the heads
+            part = lax.rem(self.tile, jnp.int32(options.head_splits))
             first_head = part * self.softmax.m_i.shape[0]
 
         def stored(buffers: Any, head: Any) -> list[Array]:

@@ -46,8 +46,8 @@ class QueryLoader(Ring):
     """Tiles of queries, of their dout and statistics, on their way through a ring of buffers."""
 
     @property
-    def busy_from(self) -> Any:
-        return self.refs.key_tiles.busy_from
+    def next_nonempty(self) -> Any:
+        return self.refs.key_tiles.next_nonempty
 
     @property
     def num_buffers(self) -> int:

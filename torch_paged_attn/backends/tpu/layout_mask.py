@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 
 class TileLayout(NamedTuple):
-    """The layout of each tile; with `heads_apart`, tiles of the same tokens are neighbours."""
+    """The layout of each tile; with `head_splits`, tiles of the same tokens are neighbours."""
 
     visits: Array  # (num_tiles, n) blocks of keys, those to visit first
     num_visits: Array  # (num_tiles,)
