@@ -16,6 +16,8 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 # the emulator multiplies small matrices: a second thread would only spin
 export OPENBLAS_NUM_THREADS := 1
+# Inductor's other processes would each import torch, and a test compiles one thing at a time
+export TORCHINDUCTOR_COMPILE_THREADS := 1
 # where it is set, each process of the tests parses torch anew: an import of 4 s instead of 2
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -28,11 +30,13 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
 
 install: $(VENV)/installed
 
-# The package and what its examples need; no more, so that `make run` is soon there.
+# The package and what its examples need; no more, so that `make run` is soon there. While compilers
+# run, pip unpacks. Kernels that this machine's processor cannot run are not optimised.
 $(VENV)/built: $(BUILT_FROM)
 	python3 -m venv $(VENV)
 	$(PIP) pip torch setuptools wheel numpy
-	PAGED_ATTN_BUILD_CPP=1 $(PIP) --no-build-isolation --editable '.[examples]'
+	PAGED_ATTN_BUILD_CPP=1 PAGED_ATTN_BUILD_FOR=here $(PYTHON) setup.py --quiet build_ext --inplace --force & \
+	  PAGED_ATTN_BUILD_CPP=0 $(PIP) --no-build-isolation --editable '.[examples]' && wait $$!
 	touch $@
 
 $(VENV)/installed: $(VENV)/built
@@ -54,14 +58,14 @@ PYTEST := $(ONE_PROCESS) --numprocesses $(PROCESSES) --dist worksteal --duration
 AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
 # What takes a minute or less, in one process each, of one thread but in tests of threads: several would
-# each import and collect everything. Then the whole suite on the best instruction set of this machine
-# (tests/backends is named, so that it says at the end what did not run). Triton's interpreter is on
-# for a whole process or off.
+# each import and collect everything; the longest first. Then the whole suite on the best instruction
+# set of this machine (tests/backends is named, so that it says at the end what did not run). Triton's
+# interpreter is on for a whole process or off. Of the devices' own tests it runs a sample.
 test: install
 	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint docs test-neuron-emulated $$slower
-	$(PYTEST) tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
-	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) $$slower test-neuron-emulated lint docs
+	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
+	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
 
 # Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
 test-cpu: install
@@ -158,13 +162,15 @@ test-tpu: install
 	$(PYTHON) -m pytest tests/schedules
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
-# What needs no GPU (the CPU's kernels, compiling for other chips) is `make test`'s.
+# What needs no GPU (the CPU's kernels, compiling for other chips, counts of kernels) is `make test`'s.
+NO_GPU := cross_compile first_use graphs serving shared_memory
 FUZZ_SECONDS ?= 300
+test-gpu: export PYTHONPATH := $(CURDIR)
 test-gpu:
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
-	  tests/triton tests/backends --backend triton --ignore tests/triton/test_cross_compile.py \
-	  --ignore tests/triton/test_graphs.py -k "not compiles_to"
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
+	OMP_NUM_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
+	  tests/triton tests/backends --backend triton $(NO_GPU:%=--ignore tests/triton/test_%.py) \
+	  -k "not compiles_to and not compile_to and not rows_compile and not turns_compile"
+	OMP_NUM_THREADS=1 $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
 # (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)

@@ -1,10 +1,12 @@
 """Compiles the CPU kernels, or stops with one sentence; metadata lives in pyproject.toml.
 
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
-a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_TORCH names the
-folder of the torch whose headers are used; by default that of this Python (`tools/build_backend`
-finds it in the environment that pip installs into). Only libtorch's stable ABI is used: one library
-serves every supported torch and Python, and needs no header of Python.
+a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR=here
+does not optimise the kernels that this machine's processor cannot run (`make install`: half the
+time). PAGED_ATTN_TORCH names the folder of the torch whose headers are used; by default that of
+this Python (`tools/build_backend` finds it in the environment that pip installs into). Only
+libtorch's stable ABI is used: one library serves every supported torch and Python, and needs no
+header of Python.
 """
 
 import os
@@ -51,6 +53,23 @@ KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 # GCC's own header leaves the unused half of a reduction undefined
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
+IS_FOR_HERE = os.environ.get("PAGED_ATTN_BUILD_FOR") == "here"
+
+
+def runs_here(flags: list[str], cpuinfo: str) -> bool:
+    """Whether the processor that Linux describes has what -m flags ask for."""
+    named = re.search(r"^flags\s*: (.*)", cpuinfo, re.MULTILINE)
+    there = set(named[1].replace("_", "").split()) if named else set()
+    wanted = {x[2:].replace("-", "") for x in flags if not x.startswith("-march")}
+    return not named or wanted <= there
+
+
+def level_of(isa: str) -> list[str]:
+    """The flag that turns optimisation off, for what nobody will run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not IS_FOR_HERE or not cpuinfo.exists():
+        return []
+    return [] if runs_here(ISA_FLAGS[isa], cpuinfo.read_text()) else ["-O0"]
 
 
 def stop(missing: str) -> None:
@@ -101,7 +120,7 @@ class BuildKernels(build_ext):
             return self.compile_plain(
                 [f"csrc/isa/{isa}.cpp"],
                 output_dir=self.build_temp,
-                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *EXTRA_FLAGS],
+                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *level_of(isa), *EXTRA_FLAGS],
             )
 
         # compilers are processes: a thread for each, those that take longest first

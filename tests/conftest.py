@@ -45,24 +45,48 @@ FEWER = {
 }
 
 
+# what runs the tests that `--sample` leaves out: the workflow does where their device's files have
+# changed, and each night
+DEVICE_SUITES = "make test-tpu-interpreted test-neuron test-triton-interpreted"
+
+
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "thorough: `make thorough` alone runs it, and a GPU, where kernels are quick"
+        "markers",
+        "thorough(on_gpu=True): `make thorough` alone runs it, and a GPU, where kernels are quick",
     )
-    config.left_out = {}  # tests with that mark by their file, which do not run now
+    config.addinivalue_line(
+        "markers", "device_suite: with --sample, it is left to the suite of its device"
+    )
+    # of each kind, the tests that do not run now, by their file
+    config.left_out = {"thorough": {}, "device_suite": {}}
+
+
+def _is_left_to_thorough(item):
+    mark = item.get_closest_marker("thorough")
+    if mark is None or IS_THOROUGH:
+        return False
+    is_on_gpu = torch.cuda.is_available() and "triton" in item.path.parts
+    return not (is_on_gpu and mark.kwargs.get("on_gpu", True))
+
+
+def _why_left_out(config, item):
+    """The kind of what is left out, or None of a test that runs."""
+    if _is_left_to_thorough(item):
+        return "thorough"
+    is_sampled = config.getoption("--sample") and item.get_closest_marker("device_suite")
+    return "device_suite" if is_sampled else None
 
 
 def pytest_collection_modifyitems(config, items):
-    if IS_THOROUGH:
-        return
-    marked = [item for item in items if item.get_closest_marker("thorough") is not None]
-    if torch.cuda.is_available():
-        marked = [item for item in marked if "triton" not in item.path.parts]
-    for item in marked:
-        file = item.nodeid.partition("::")[0]
-        config.left_out[file] = config.left_out.get(file, 0) + 1
-    config.hook.pytest_deselected(items=marked)
-    items[:] = [item for item in items if item not in marked]
+    kinds = [_why_left_out(config, item) for item in items]
+    for item, kind in zip(items, kinds, strict=True):
+        if kind is not None:
+            file = item.nodeid.partition("::")[0]
+            config.left_out[kind][file] = config.left_out[kind].get(file, 0) + 1
+    pairs = list(zip(items, kinds, strict=True))
+    config.hook.pytest_deselected(items=[item for item, kind in pairs if kind is not None])
+    items[:] = [item for item, kind in pairs if kind is None]
 
 
 def pytest_sessionfinish(session):
@@ -73,21 +97,30 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Of pytest-xdist, whose workers alone know what was collected; each collects all of it."""
-    node.config.left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+    for kind, counts in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+        node.config.left_out[kind].update(counts)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if IS_THOROUGH:
-        return
     ran = {r.nodeid.rpartition("/")[0] for r in terminalreporter.getreports("passed")}
-    lines = [f"{folder}: {'; '.join(what)}" for folder, what in FEWER.items() if folder in ran]
-    lines += [f"{file}: {count} tests" for file, count in sorted(config.left_out.items())]
-    if lines:
-        terminalreporter.section("left to HYPOTHESIS_PROFILE=thorough")
-        terminalreporter.write("\n".join([*lines, ""]))
+    fewer = [f"{folder}: {'; '.join(what)}" for folder, what in FEWER.items() if folder in ran]
+    counted = {
+        kind: [f"{file}: {count} tests" for file, count in sorted(counts.items())]
+        for kind, counts in config.left_out.items()
+    }
+    for title, lines in (
+        ("left to HYPOTHESIS_PROFILE=thorough", [*fewer, *counted["thorough"]]),
+        (f"left to the suites of the devices: {DEVICE_SUITES}", counted["device_suite"]),
+    ):
+        if lines and not IS_THOROUGH:
+            terminalreporter.section(title)
+            terminalreporter.write("\n".join([*lines, ""]))
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--sample", action="store_true", help="as `make test`: without marks of device_suite"
+    )
     parser.addoption(
         "--backend", action="append", default=[], help="what tests/backends runs on: see there"
     )

@@ -74,6 +74,7 @@ def pytest_generate_tests(metafunc):
     if "runner" not in metafunc.fixturenames:
         return
     runners, _ = selected(metafunc.config)
+    brief = metafunc.config.getoption("--sample")
     over = metafunc.definition.get_closest_marker("over")
     test = metafunc.function.__name__.removeprefix("test_")
     if "refusal" in metafunc.fixturenames:
@@ -85,11 +86,11 @@ def pytest_generate_tests(metafunc):
         parametrize(metafunc, "case", runners, [(r, p.name, p) for r, p in pairs])
         return
     if over is None:
-        names = [name for name in runners if chosen(name, test, (test,))]
+        names = [name for name in runners if chosen(name, test, (test,), is_brief=brief)]
         metafunc.parametrize("runner", [runners[n] for n in names], ids=names, indirect=True)
         return
     cases = over.args[0]
-    pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases))]
+    pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases), is_brief=brief)]
     pairs = [(r, c) for r, c in pairs if not lacked(runners[r], cases[c])]
     if metafunc.definition.get_closest_marker("gradients") is not None:
         pairs = [(r, c) for r, c in pairs if no_gradients(runners[r], cases[c]) is None]
@@ -153,10 +154,11 @@ def pytest_terminal_summary(terminalreporter, config):
         if IS_THOROUGH or name not in SAMPLES:
             continue
         sample = SAMPLES[name]
-        terminalreporter.write_line(
-            f"{name}: {sample.reason}; HYPOTHESIS_PROFILE=thorough runs what it leaves out:"
-        )
-        for test, cases in sample.cases.items():
+        rest = "HYPOTHESIS_PROFILE=thorough runs what it leaves out"
+        if config.getoption("--sample") and sample.brief:
+            rest = f"{rest}, the suite of the device much of it"
+        terminalreporter.write_line(f"{name}: {sample.reason}; {rest}:")
+        for test, cases in sample.at(config.getoption("--sample")).items():
             if (table := REASONS.get(test)) is not None:
                 reasons = getattr(sample, table)
                 left_out = [p for p in there_are(running[name], test) if p not in cases]

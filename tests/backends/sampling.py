@@ -1,4 +1,5 @@
-"""What of the conformance suite `make test` runs on each backend, and why it leaves out the rest.
+"""What of the conformance suite the suite of each device runs (`pytest tests/backends`), what of
+that `make test` runs (`--sample`), and why the rest is left out.
 
 A runner runs every case of every test, but for what stands here. `HYPOTHESIS_PROFILE=thorough` runs
 all of them but `NEVER`. A new problem or test runs everywhere until a line here says otherwise.
@@ -41,6 +42,11 @@ class Sample:
     gradients_like: Reasons = dataclasses.field(default_factory=dict)
     # the runner that runs what is left out
     rest_on: str = ""
+    # with `--sample`, the cases of these tests instead
+    brief: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def at(self, is_brief: bool) -> dict[str, tuple[str, ...]]:
+        return self.cases | self.brief if is_brief else self.cases
 
 
 # Tests that a runner never runs, thorough or not.
@@ -147,6 +153,34 @@ SAMPLES: dict[str, Sample] = {
         },
         LIKE,
         GRADIENTS_LIKE,
+        brief={
+            "agrees": (
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/speculative/bf16",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "training/dropout/f32",
+                "odd_sizes/f32",
+                "deepseek_mla/decode/bf16",
+                "blocksparse/batched/f32",
+                "eagle/tree_verify/bf16",
+                "dcp/window_alibi/f32",
+                "deepseek_mla/latent_e4m3/bf16",
+            ),
+            "same_bits": ("more_queries_than_keys/f32",),
+            "gaps": ("mpt/alibi_batch/f32", "ring/window_alibi/bf16"),
+            "gradients_agree": ("training/everything/f32", "training/blocksparse/bf16"),
+            "selected_agrees": (
+                "flashmla/slots/bf16",
+                "minimax_m3/kv_e4m3/bf16",
+                "deepseek_v3_2/latent_e4m3/bf16",
+                "selected/nothing/f32",
+                "selected/many_keys/bf16",
+            ),
+            "selected_gaps": (),
+            "selected_gradients_unseen_memory": (),
+        },
     ),
     "tpu": Sample(
         "a case is seconds of compiling",
@@ -187,6 +221,22 @@ SAMPLES: dict[str, Sample] = {
         },
         LIKE_ON_TPU,
         GRADIENTS_LIKE_ON_TPU,
+        brief={
+            "agrees": (
+                "llama3_8b/mixed/kv_e4m3",
+                "gpt_oss/sinks_window/bf16",
+                "deepseek_mla/decode/bf16",
+                "odd_sizes/f32",
+            ),
+            # page_order has them; tests/tpu has gradients of everything, and slots outside
+            "same_bits": (),
+            "alone": (),
+            "gradients_agree": (),
+            "gradients_unseen_memory": (),
+            "write": ("f32-e4m3-hnd",),
+            "write_every_bfloat16": ("e4m3-0.3",),
+            "write_outside": (),
+        },
     ),
     "neuron-3": Sample(
         "an emulated call takes a second",
@@ -229,6 +279,7 @@ SAMPLES: dict[str, Sample] = {
             "gradients_of_nothing": ("training/everything/f32",),
         },
         gradients_like=GRADIENTS_LIKE,
+        brief={"agrees": tuple(name for name in ALL if name != "llama3_8b/prefill_2048/f32")},
     ),
 }
 _OF_GRADIENTS = (
@@ -260,6 +311,14 @@ _OTHER_GENERATIONS = Sample(
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32", "tiny_head/bf16"),
     },
     rest_on="neuron-3",
+    brief={
+        "agrees": (
+            "llama3_8b/mixed/kv_e4m3",
+            "llama3_8b/speculative/bf16",
+            "odd_sizes/f32",
+        ),
+        "gradients_agree": ("training/sinks_of_rows_without_keys/f32",),
+    },
 )
 # dropout draws alike on all of them, and blocks for each head are more rows to gather, each of them
 # a DMA of its own on the second
@@ -276,14 +335,16 @@ SAMPLES |= {
 }
 
 
-def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
+def chosen(
+    runner: str, test: str, cases: tuple[str, ...], *, is_brief: bool = False
+) -> tuple[str, ...]:
     """The cases of a test that a runner runs now."""
     if test in NEVER.get(runner, {}):
         return ()
     sample = SAMPLES.get(runner)
-    if IS_THOROUGH or sample is None or test not in sample.cases:
+    if IS_THOROUGH or sample is None or test not in (some := sample.at(is_brief)):
         return cases
-    return tuple(case for case in cases if case in sample.cases[test])
+    return tuple(case for case in cases if case in some[test])
 
 
 @functools.cache

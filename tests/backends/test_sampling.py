@@ -17,10 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", SAMPLES)
 def test_table(name):
     assert name in RUNNERS
-    for test, cases in SAMPLES[name].cases.items():
+    sample, known = SAMPLES[name], ALL_DIFFERENTIABLE | ALL | SELECTED | SELECTED_DIFFERENTIABLE
+    for test, cases in [*sample.cases.items(), *sample.brief.items()]:
         if not test.startswith("write"):
-            known = ALL_DIFFERENTIABLE | ALL | SELECTED | SELECTED_DIFFERENTIABLE
             assert set(cases) <= set(known), test
+    for test, cases in sample.brief.items():
+        assert set(cases) <= set(sample.cases.get(test, cases)), f"more of {test} with --sample"
 
 
 def is_judged(problem, by, cases):

@@ -1,4 +1,4 @@
-"""Loops of a small model whose keys grow, for `kernel_counts.in_process`."""
+"""Loops of a small model whose keys grow, for `kernel_counts.counted_in`."""
 
 import torch
 import transformers

@@ -3,6 +3,7 @@
 import ast
 import copy
 import inspect
+import re
 from pathlib import Path
 
 import families
@@ -115,13 +116,26 @@ def test_a_sink_of_each_query(biased, masked):
     assert_as_right_as(ours, formula(torch.float64), formula(torch.float32))
 
 
+def calls_of(name, text):
+    """The calls of a function in a page, as they stand there."""
+    for found in re.finditer(rf"\b{name}\(", text):
+        depth, end = 1, found.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        yield text[found.start() : end]
+
+
 def keywords_of_layers():
     """Keywords by which the installed models call attention: name -> a file that has it."""
-    found = {}
+    # most models have the same calls; to parse whole files would take half a minute
+    files = {}
     for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
-                found |= {x.arg: file.name for x in node.keywords if x.arg is not None}
+        files |= dict.fromkeys(calls_of("attention_interface", file.read_text()), file.name)
+    found = {}
+    for call, file in files.items():
+        keywords = ast.parse(call, mode="eval").body.keywords
+        found |= {x.arg: file for x in keywords if x.arg is not None}
     return found
 
 

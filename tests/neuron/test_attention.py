@@ -37,8 +37,11 @@ def tiles(monkeypatch):
     return seen
 
 
-def over(names):
-    return pytest.mark.parametrize("problem", [PROBLEMS[n] for n in names], ids=list(names))
+def over(names, device_suite=()):
+    """The last ones are left to Neuron's own suite."""
+    cases = [PROBLEMS[name] for name in names]
+    cases += [pytest.param(PROBLEMS[n], marks=pytest.mark.device_suite) for n in device_suite]
+    return pytest.mark.parametrize("problem", cases, ids=[*names, *device_suite])
 
 
 def few_heads(problem):
@@ -64,7 +67,14 @@ if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
     MANY_HEADS["stack"] = 2, {"num_kv_heads": 128}
 
 
-@pytest.mark.parametrize("name", MANY_HEADS)
+# the quickest stands for all
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "tiles of keys" else pytest.mark.device_suite)
+        for name in MANY_HEADS
+    ],
+)
 def test_heads_without_room_together_go_one_by_one(name, run):
     """Or in shorter tiles: their keys, what a stack keeps of them, and its results fill SBUF."""
     import nki_emulator
@@ -206,13 +216,13 @@ def test_a_stack_leaves_nan_to_the_one_before(run, machine):
 
 # the first shares its heads, the others have one, or one at a time: these share their items
 @over(
-    [
+    ["odd_sizes/f32"],
+    device_suite=[
         "llama3_8b/mixed/bf16",
         "gpt_oss/sinks_window/bf16",
-        "odd_sizes/f32",
         "phi3_small/local_strided/bf16",
         "blocksparse/batched/f32",
-    ]
+    ],
 )
 def test_two_programs_write_apart_in_either_order(problem, run, machine, monkeypatch):
     import nki_emulator
@@ -255,7 +265,8 @@ def test_dropout_has_the_reference_bits(layout, run, machine):
         assert torch.equal(kept, expected) and not kept.all()
 
 
-# a plan takes half a second: `make test` draws fewer than elsewhere
+# a plan takes half a second; `make test-neuron-emulated` draws from tests/properties
+@pytest.mark.device_suite
 @hypothesis.settings(max_examples=EXAMPLES // 3 if EXAMPLES > 100 else 15)
 @hypothesis.given(
     problems(st.one_of(st.none(), layouts)),

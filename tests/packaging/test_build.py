@@ -27,6 +27,7 @@ def setup(monkeypatch):
     options = {}
     monkeypatch.setattr(setuptools, "setup", lambda **given: options.update(given))
     monkeypatch.setenv("PAGED_ATTN_BUILD_CPP", "auto")
+    monkeypatch.delenv("PAGED_ATTN_BUILD_FOR", raising=False)
     return runpy.run_path(str(ROOT / "setup.py")) | {"options": options}
 
 
@@ -76,6 +77,27 @@ def test_amx_needs_the_vectors_that_it_falls_back_on(build):
         objects, macros = build("avx512bf16")
     assert not {"amx", "avx512bf16"} & {*objects}
     assert {*macros} == {"PAGED_ATTN_WITHOUT_avx512bf16", "PAGED_ATTN_WITHOUT_amx"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpuinfo", "runs"),
+    [
+        (["-mavx2", "-mfma"], "flags\t\t: fpu avx2 fma f16c\n", True),
+        (["-mavx512bf16"], "flags\t\t: fpu avx2 fma f16c\n", False),
+        (["-mavx512bf16", "-mavx512vnni"], "flags\t\t: avx512_bf16 avx512_vnni\n", True),
+        (["-mamx-tile", "-mamx-bf16"], "flags\t\t: amx_bf16 amx_tile\n", True),
+        ([], "flags\t\t: fpu\n", True),
+        # what says nothing of its processor may have everything
+        (["-mavx2"], "Features\t: fp asimd\n", True),
+        (["-march=armv8.2-a+bf16"], "flags\t\t: fpu\n", True),
+    ],
+)
+def test_a_build_for_here_knows_the_processor(flags, cpuinfo, runs, setup):
+    assert setup["runs_here"](flags, cpuinfo) == runs
+
+
+def test_only_a_build_for_here_leaves_kernels_unoptimised(setup):
+    assert all(setup["level_of"](isa) == [] for isa in setup["ISA_FLAGS"])
 
 
 @pytest.mark.skipif(not COMPILERS, reason="needs a compiler")

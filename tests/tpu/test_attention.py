@@ -16,14 +16,16 @@ from torch_paged_attn.testing.strategies import problems
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
-def over(*names, thorough=()):
-    """The last ones are left to `make thorough`."""
+def over(*names, device_suite=(), thorough=()):
+    """The last ones are left to the TPU's own suite, and to `make thorough`."""
     cases = [PROBLEMS[name] for name in names]
+    cases += [pytest.param(PROBLEMS[n], marks=pytest.mark.device_suite) for n in device_suite]
     cases += [pytest.param(PROBLEMS[name], marks=pytest.mark.thorough) for name in thorough]
-    return pytest.mark.parametrize("problem", cases, ids=[*names, *thorough])
+    return pytest.mark.parametrize("problem", cases, ids=[*names, *device_suite, *thorough])
 
 
 # either way of the DMAs is a program to compile, as are two cores and a cache passed whole
+@pytest.mark.device_suite
 def test_dmas_may_run_as_they_start(run):
     call = build(PROBLEMS["t5/bias/f32"])
     found = run(call, "eager")
@@ -32,7 +34,7 @@ def test_dmas_may_run_as_they_start(run):
         assert same_bits(run(call, "on_wait"), found)
 
 
-@over("llama3_8b/decode_b5/bf16", thorough=["llama3_8b/mixed/bf16"])
+@over(device_suite=["llama3_8b/decode_b5/bf16"], thorough=["llama3_8b/mixed/bf16"])
 def test_a_cache_passed_whole_is_read_where_it_is(problem, run):
     call = build(problem)
     whole = dataclasses.replace(
@@ -45,7 +47,7 @@ def test_a_cache_passed_whole_is_read_where_it_is(problem, run):
         assert same_bits(run(call, "eager"), expected)
 
 
-@over("blocksparse/batched/f32")
+@over(device_suite=["blocksparse/batched/f32"])
 def test_two_cores_give_the_same_bits(problem, run):
     from torch_paged_attn.backends.tpu.config import Config
 
@@ -60,7 +62,10 @@ def test_two_cores_give_the_same_bits(problem, run):
 
 
 # the first has steps behind and before a window, the second layouts
-@over("gemma2/window_softcap/bf16", "blocksparse/batched/f32", thorough=["llama3_8b/mixed/bf16"])
+@over(
+    device_suite=["gemma2/window_softcap/bf16", "blocksparse/batched/f32"],
+    thorough=["llama3_8b/mixed/bf16"],
+)
 def test_steps_of_several_pieces_agree_too(problem, run):
     from torch_paged_attn.backends.tpu.config import Config
 
@@ -69,6 +74,7 @@ def test_steps_of_several_pieces_agree_too(problem, run):
     assert_accurate(*run(call, "on_wait", config=config), call.truth())
 
 
+@pytest.mark.device_suite  # tests/backends has hints
 def test_a_wrong_hint_costs_no_correctness(run):
     # a tile for each query: few of them
     problem = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], seqs=((9, 70), (1, 140)))
@@ -76,6 +82,7 @@ def test_a_wrong_hint_costs_no_correctness(run):
     assert_accurate(*run(call, "on_wait", max_seqlen_q=1), call.truth())
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize("keys", [528, pytest.param(512, marks=pytest.mark.thorough)])
 def test_a_table_may_end_where_its_last_sequence_does(keys, run):
     """A block of pages ends there, too, or reads on: 512 is the keys of a block."""
@@ -85,6 +92,7 @@ def test_a_table_may_end_where_its_last_sequence_does(keys, run):
     assert_accurate(*run(call, "on_wait", block_table=table.numpy()), call.truth())
 
 
+@pytest.mark.device_suite
 def test_decodes_of_one_stack_agree_by_longer_blocks(run):
     """Two KV heads of groups of four are one stack, whose blocks are of 1024 keys instead of 512
     and are halved twice: contexts that end within several parts of one, and pages so small that
@@ -97,6 +105,7 @@ def test_decodes_of_one_stack_agree_by_longer_blocks(run):
     _assert_accurate_in_blocks_of(512, problem, run)
 
 
+@pytest.mark.device_suite
 def test_latent_decodes_agree_by_longer_blocks(run):
     seqs = (1, 1024), (1, 700), (1, 385), (1, 1)
     problem = dataclasses.replace(PROBLEMS["deepseek_mla/decode/bf16"], seqs=seqs)
@@ -111,6 +120,7 @@ def _assert_accurate_in_blocks_of(keys, problem, run):
     assert_accurate(*run(call, "on_wait", config=config), call.truth())
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize(
     "op", ["blocksparse", pytest.param("flash_varlen", marks=pytest.mark.thorough)]
 )
@@ -128,6 +138,7 @@ def test_keys_that_a_bias_hides_are_not_read(op, run):
 
 
 # every plan is compiled: seconds, half a minute with dropout
+@pytest.mark.device_suite
 @hypothesis.settings(
     max_examples=40 if IS_THOROUGH else 2,
     phases=[hypothesis.Phase.generate],

@@ -47,7 +47,14 @@ def front_end(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        pytest.param(*case, marks=() if name == "decode" else pytest.mark.device_suite)
+        for name, case in CASES.items()
+    ],
+    ids=CASES,
+)
 def test_attention(name, changes, front_end):
     call = build(dataclasses.replace(PROBLEMS[name], **changes))
     args, options = dispatched(call)
@@ -55,6 +62,7 @@ def test_attention(name, changes, front_end):
     assert_accurate(out, lse, call.truth())
 
 
+@pytest.mark.device_suite
 def test_halves_of_one_tensor_reach_the_kernel_as_one(front_end):
     call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
     whole = torch.stack((call.args["k"], call.args["v"]))
@@ -112,7 +120,7 @@ def _packed(x):
     ("head_dim", "is_whole"),
     [
         (64, True),
-        (80, False),
+        pytest.param(80, False, marks=pytest.mark.device_suite),
         pytest.param(64, False, marks=pytest.mark.thorough),
         pytest.param(80, True, marks=pytest.mark.thorough),
     ],
@@ -152,6 +160,7 @@ def test_a_view_reaches_the_kernels_as_its_rows(head_dim, is_whole, front_end):
     assert_accurate(out, lse, call.truth())
 
 
+@pytest.mark.device_suite
 def test_values_within_keys_are_loaded_with_them(front_end):
     """Latent attention: the kernel gets the width of values, and gets no second cache."""
     call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])

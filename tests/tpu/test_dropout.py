@@ -13,7 +13,11 @@ OTHERS = (128, 256), (256, 512)
 
 @pytest.mark.parametrize(
     "tile_q, keys",
-    [(8, 256), (64, 512), *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHERS)],
+    [
+        (8, 256),
+        pytest.param(64, 512, marks=pytest.mark.device_suite),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHERS),
+    ],
 )
 @pytest.mark.parametrize("low_products_only", [False, True])
 @pytest.mark.parametrize("query_axis", [0, 1], ids=["queries_stay", "keys_stay"])

@@ -78,6 +78,7 @@ def loss_of(args, results, interpret=True):
     return loss, {name: args[name] for name in INPUTS if args.get(name) is not None}
 
 
+@pytest.mark.device_suite
 def test_jax_grad_is_the_backward():
     seqs = (9, 4), (5, 0), (3, -2)
     args, results, truth = case("training/gpt_oss/bf16", dtype=torch.float32, seqs=seqs)
@@ -159,6 +160,7 @@ def test_jax_grad_of_merged_states_is_their_backward():
     assert same_bits(found, [to_torch(x) for x in wanted])
 
 
+@pytest.mark.device_suite
 def test_from_torch(monkeypatch):
     """The op's function on torch tensors, by a front end that copies them to JAX and back."""
     monkeypatch.setattr(environment, "TPU_INTERPRET", True)

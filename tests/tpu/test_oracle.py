@@ -64,6 +64,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
         assert any("non-zero count" in line for line in complaints)
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize(*modes("eager", "on_wait"))
 def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
     def copies(self, tile, page, slot, i):

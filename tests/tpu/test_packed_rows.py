@@ -12,8 +12,8 @@ SEQS = ((1, 40), (20, 25), (0, 17))
 
 
 KINDS = [
-    (16, 64, 32),
-    (8, 80, 16),
+    pytest.param(16, 64, 32, marks=pytest.mark.device_suite),
+    pytest.param(8, 80, 16, marks=pytest.mark.device_suite),
     pytest.param(8, 8, 128, marks=pytest.mark.thorough),
     pytest.param(8, 64, 16, marks=pytest.mark.thorough),
 ]
@@ -33,6 +33,7 @@ def test_a_packed_cache_is_read_as_it_lies(num_heads, head_dim, page_size, run):
     assert_accurate(*run(call, "on_wait", **_as_jax(packed)), call.truth())
 
 
+@pytest.mark.device_suite
 def test_bits_of_float16_are_a_cache_of_float16(run):
     problem = PROBLEMS["llama3_8b/mixed/bf16"]
     call = build(dataclasses.replace(problem, dtype=torch.float16, seqs=SEQS))

@@ -25,7 +25,12 @@ RUNS = [3, 4, 5, -1, 6, 40, *range(64, 98), 4, 3, 3, 70, 191, 69, *range(100, 13
 
 @pytest.mark.parametrize(
     ("num", "page_size"),
-    [(0, 32), (1, 32), pytest.param(66, 32, marks=pytest.mark.thorough), (66, 31)],
+    [
+        (0, 32),
+        (1, 32),
+        pytest.param(66, 32, marks=pytest.mark.thorough),
+        pytest.param(66, 31, marks=pytest.mark.device_suite),
+    ],
 )
 def test_rows_past_the_slots_are_padding(num, page_size):
     g = torch.Generator().manual_seed(0)
@@ -51,6 +56,7 @@ def runs(capacity, count):
     return [*there, *[-1] * (count - len(there))]
 
 
+@pytest.mark.device_suite
 def test_runs_of_large_rows_have_fewer_buffers(monkeypatch):
     """Heads of 8 numbers at pages of 256 take 1 MiB of VMEM for each run on its way."""
     import jax
@@ -108,7 +114,7 @@ def prompts(size):
 
 # each is compiled: one whose bits, lanes and fold others have is left to `make thorough`
 KINDS = [
-    ("bfloat16", "bfloat16", 2, 64, 32),
+    pytest.param("bfloat16", "bfloat16", 2, 64, 32, marks=pytest.mark.device_suite),
     ("float32", "float32", 1, 128, 8),
     *(
         pytest.param(*kind, marks=pytest.mark.thorough)
@@ -131,7 +137,7 @@ def test_groups_of_whole_tiles_and_runs(dtype, stored, heads, head_dim, size):
     key, value = torch.randn(2, len(groups), *shape[2::2], generator=g).to(getattr(torch, dtype))
     kv_cache = torch.randn(shape, generator=g).to(getattr(torch, stored))
     lies = packed_shape(shape) if head_dim == 64 else shape
-    both = ways(size == 8 and head_dim == 128)
+    both = ways(size == 32)
     # as many slots, so that nothing is compiled anew
     for slots in (groups, runs(20 * size, len(groups))):
         slots = torch.tensor(slots, dtype=torch.int32)

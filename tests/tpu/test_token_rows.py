@@ -17,11 +17,11 @@ FLOAT32 = {"dtype": torch.float32, "page_size": 8}
 
 # each is a program, which takes seconds to compile
 CASES = {
-    "mask_float32": {"bias": "bool", "causal": False, **FLOAT32},
-    "layouts_of_kv_heads": {"layout": Layout(64, 16, "kv", True), **WINDOW, **FLOAT32},
     "layouts_of_heads_and_biases": {
         "layout": Layout(32, 64, "all"), "bias": "float", "bias_heads": "all"
     },
+    "mask_float32": {"bias": "bool", "causal": False, **FLOAT32},
+    "layouts_of_kv_heads": {"layout": Layout(64, 16, "kv", True), **WINDOW, **FLOAT32},
     # seven heads to a KV head, whose rows are no whole registers' in a decode
     "layouts_of_odd_groups": {
         "layout": Layout(32, 32, "all", density=0.3), "num_heads": 14, "sinks": True,
@@ -55,8 +55,13 @@ OTHER_CASES = {
 
 
 def cases(some, others):
-    """All of them, the others left to `make thorough`."""
-    return [*some, *(pytest.param(case, marks=pytest.mark.thorough) for case in others)]
+    """All of them: one, the rest of `some` left to the TPU's own suite, the others to `make
+    thorough`.
+    """
+    first, *rest = some
+    left = [(case, pytest.mark.device_suite) for case in rest]
+    left += [(case, pytest.mark.thorough) for case in others]
+    return [first, *(pytest.param(case, marks=mark) for case, mark in left)]
 
 
 @pytest.mark.parametrize("case", cases(CASES, OTHER_CASES))
@@ -69,6 +74,7 @@ def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize("seqs", cases([((8, 40), (9, 3))], [((1, 30),), ((17, 4),)]), ids=str)
 def test_a_bias_of_few_tokens(seqs, run):
     """Fewer than a copy has rows; one token more than whole tiles of memory."""
@@ -123,6 +129,7 @@ OTHER_PARTS = {
 }
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize("case", cases(PARTS, OTHER_PARTS))
 def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
     """As 128 KV heads of DeepSeek's prefill do not on v4."""

@@ -109,6 +109,7 @@ class Kernel:
     fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
     parts_threads: bool  # by a clock that each of them reads
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
+    wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -215,6 +216,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
         parts_threads=parts_threads,
         mixes_lanes=lanes_mix,
+        wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),
     )
 
 

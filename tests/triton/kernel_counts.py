@@ -10,12 +10,13 @@
 Within `counted`, the package's operators take the kernels of that chip wherever tensors are, and
 return zeros (large results stay uninitialised). A launch does what it does on the chip, up to the
 point where Triton would look the kernel up. So tiles, specialisations and compiler options are
-those of the chip. This works in a process in which Triton does not interpret: `in_process` runs a
-function in one.
+those of the chip. This works in a process in which Triton does not interpret: `counted_in` has one
+run a function.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -130,11 +131,8 @@ def _count(arch: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Ke
     return kernels
 
 
-def in_process(arch: str, function: Callable[..., Any], *args: Any) -> Kernels:
-    """The kernels of `function(*args)`, called in a process of its own in which Triton does not
-    interpret. The function has to be importable by its name.
+def counted_in(process: Executor, arch: str, function: Callable[..., Any], *args: Any) -> Kernels:
+    """The kernels of `function(*args)`, called in a process of `cross_compile.workers`, whose start
+    takes seconds. The function has to be importable by its name.
     """
-    from cross_compile import workers
-
-    with workers(1) as process:
-        return process.submit(_count, arch, function, args).result()
+    return process.submit(_count, arch, function, args).result()

@@ -51,3 +51,12 @@ def test_select_keys(pool, score, size, causal, is_paged):
         args["cu_seqlens_k"] = cumulative([50, 5, 30])
     found, wanted = (f(**args, **options) for f in (select_keys, reference.select_keys))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("name", ["selected/everything/f32", "odd_sizes/f32"])
+def test_rows_that_start_anywhere(name, compiler):
+    """Loads of several elements at once would need aligned rows, and crash on a GPU."""
+    import cross_compile
+
+    kernels = compiler.submit(cross_compile.compile_call, "sm90", name).result()
+    assert [kernel.wide_loads for kernel in kernels] == [0] * len(kernels)

@@ -89,13 +89,17 @@ def keys_taken(serving, steps, arch="sm90"):
     return warmed, missed
 
 
+# minutes each, and no GPU makes them quicker
+thorough = pytest.mark.thorough(on_gpu=False)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "count"),
     [
         ("d64", TINY, 1000),
-        pytest.param("d64", SMALL, 4000, marks=pytest.mark.thorough),
-        pytest.param("d128", SMALL, 4000, marks=pytest.mark.thorough),
-        *(pytest.param(name, LARGE, 20000, marks=pytest.mark.thorough) for name in MODELS),
+        pytest.param("d64", SMALL, 4000, marks=thorough),
+        pytest.param("d128", SMALL, 4000, marks=thorough),
+        *(pytest.param(name, LARGE, 20000, marks=thorough) for name in MODELS),
     ],
 )
 def test_no_step_takes_another_kernel(name, sizes, count, compiler):

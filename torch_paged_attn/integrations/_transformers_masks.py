@@ -2,14 +2,16 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from inspect import getclosurevars
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_paged_attn.integrations._transformers_short import ShortMask
+from torch_paged_attn.integrations._transformers_short import ShortMask, beside_all_pairs
 
 # Mask functions by the names of what makes them in transformers.masking_utils
 CAUSAL = ({"causal_mask_function"}, {"causal_mask_function", "sliding_window_overlay"})
@@ -18,6 +20,11 @@ BIDIRECTIONAL = (
     {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"},
 )
 CHUNKED = {"causal_mask_function", "chunked_overlay"}
+
+# bytes of a mask of all pairs that is made although eager layers need none
+LARGEST_BESIDE = 1 << 28
+# functions between `generate`'s and `make_mask`
+MOST_FRAMES = 6
 
 
 def make_mask(
@@ -40,7 +47,9 @@ def make_mask(
     Returns one of:
         ShortMask: what the mask function shows, and which tokens are padding. It alone decides: the
             layer's causal mask and window do not apply.
-        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen.
+        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen. Where
+            `generate` makes it for a static cache, it has a ShortMask beside it, for layers that
+            are not compiled.
         The same as numbers that are added to the logits, for models that compute with those.
         Under torch.compile also None, a (batch, keys) mask of padding, or cu_seqlens of packed
             rows. The layer's own causal mask and window apply.
@@ -93,7 +102,9 @@ def make_mask(
     is_causal = pattern in CAUSAL
     # queries beside a window of both directions have to be those of the keys
     has_form = is_causal or (pattern in BIDIRECTIONAL and (window is None or q_length == kv_length))
-    if not has_form or _cannot_wait(q_offset, attention_mask):
+    is_for_graph = _is_made_for_a_graph()
+    is_step = is_for_graph and q_length == 1
+    if not has_form or is_step or _cannot_wait(q_offset, attention_mask):
         return all_pairs()
     if parts.packed is not None:
         if not is_causal:
@@ -112,7 +123,23 @@ def make_mask(
     mask = ShortMask.of(all_pairs, size, device, is_causal, reach, written, keys, cu_seqlens)
     if keys is not None and window is not None and mask.ranges() is None:
         return all_pairs()  # a window counts hidden keys too
+    if is_for_graph and mask.numel() <= LARGEST_BESIDE:
+        return beside_all_pairs(all_pairs(), mask)
     return mask
+
+
+def _is_made_for_a_graph() -> bool:
+    """Whether `generate` asks: for a static cache it makes masks outside of the model's forward
+    pass, which may be compiled, by a function of this name. No argument says so.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "create_masks_for_generate":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _device_of(options: dict[str, Any], *tensors: Any) -> Any:

@@ -182,3 +182,18 @@ def _ranges_of(keys: Tensor) -> Ranges | None:
         [(end - first == lengths).all(), ((end == count) | (lengths == 0)).all()]
     ).tolist()
     return Ranges(first, lengths, together) if whole else None
+
+
+def beside_all_pairs(mask: Tensor, short: ShortMask) -> Tensor:
+    """`mask`, a tensor of all pairs for models that torch.compile traces, with its short form."""
+    mask._paged_attn_short = short  # type: ignore[attr-defined]
+    return mask
+
+
+def short_form(mask: Tensor | None) -> ShortMask | None:
+    """The short form of a mask, if it has one. In a graph none has: its numbers would be
+    constants.
+    """
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    return mask if isinstance(mask, ShortMask) else getattr(mask, "_paged_attn_short", None)

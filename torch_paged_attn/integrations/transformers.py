@@ -39,7 +39,7 @@ from torch_paged_attn.integrations._transformers_keywords import (
     with_sinks,
 )
 from torch_paged_attn.integrations._transformers_masks import make_mask
-from torch_paged_attn.integrations._transformers_short import ShortMask
+from torch_paged_attn.integrations._transformers_short import short_form
 from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen
 
@@ -126,7 +126,7 @@ def attention_forward(
     if indices is not None or block_indices is not None:
         lists = indices, block_indices
         attention_mask = listed_mask(module, query, key, attention_mask, causal, *lists)
-    short = attention_mask if isinstance(attention_mask, ShortMask) else None
+    short = short_form(attention_mask)
     mask_dim = None if attention_mask is None or short is not None else attention_mask.dim()
     if attention_mask is not None and mask_dim not in (None, 1, 2, 4):
         raise ValueError(

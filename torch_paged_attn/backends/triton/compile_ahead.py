@@ -76,9 +76,10 @@ def _run_processes(make_calls: Calls, device: torch.device, num_processes: int) 
 def _run_process(work: Path, index: int, count: int) -> tuple[str, str]:
     """The last line of a process's error if it failed, and of what it printed if not."""
     paths = os.pathsep.join(x for x in sys.path if x)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    changed = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    changed["OMP_NUM_THREADS"] = "1"  # threads of so many processes would wait for each other
     command = [sys.executable, "-m", __name__, str(work), str(index), str(count)]
-    done = subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True)
     if done.returncode == 0:
         return "", done.stdout.strip().rpartition("\n")[2]
     return done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}", ""

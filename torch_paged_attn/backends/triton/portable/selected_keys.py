@@ -185,7 +185,9 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
         mask=entry < token.count,
         other=-1,
     )
-    key = unit.to(tl.int64) * SELECT_SIZE + n % SELECT_SIZE
+    # Triton 3.6 takes the sum of [4 a, 4 b, ...] and [0, 1, 2, ...] for multiples of 4, and would
+    # load four elements at once of rows that start anywhere: it is told that they are not
+    key = tl.multiple_of(unit.to(tl.int64) * SELECT_SIZE + n % SELECT_SIZE, 1)
     is_seen = (unit >= 0) & (key < token.key_len)
     if OPTIONS.HAS_RIGHT:
         is_seen = is_seen & (key <= token.position + scalars.right)
