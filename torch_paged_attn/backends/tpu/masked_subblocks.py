@@ -52,8 +52,8 @@ class Pieces:
         self, first: Array, layout: LayoutMask | None, attend: Attend, place: Array, width: int
     ) -> None:
         """A piece of which every row sees every key is attended to at once; of others the halves
-        are looked at in the same way, and at last those of `masked_step_k` keys are masked. A bias, which
-        may hide any key, masks every piece.
+        are looked at in the same way, and at last those of `masked_step_k` keys are masked. A bias,
+        which may hide any key, masks every piece.
         """
         tiles, masked_step_k = self.refs.tiles, self.options.masked_step_k
         first_key = first + place * width
