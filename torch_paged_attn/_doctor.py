@@ -16,14 +16,14 @@ from torch_paged_attn import __version__, _processor
 from torch_paged_attn.backends.cpu.path import instruction_sets
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
-from torch_paged_attn.ops.backend import serving
+from torch_paged_attn.ops.backend import dispatch_keys, serving
 
-# device -> the dispatch key its tensors carry
+# dispatch key -> the devices whose tensors carry it
 DEVICES = {
-    "cpu": "CPU",
-    "cuda / rocm": "CUDA",
-    "tpu / neuron (torch_xla)": "XLA",
-    "tpu / neuron (native)": "PrivateUse1",
+    "CPU": "cpu",
+    "CUDA": "cuda / rocm",
+    "XLA": "tpu / neuron (torch_xla)",
+    "PrivateUse1": "tpu / neuron (native)",
 }
 # Neuron's packages -> the module that each installs
 NEURON = {"nki": "nki", "neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx"}
@@ -141,7 +141,8 @@ def vllm_custom() -> dict[str, Any] | None:
 
 def report() -> dict[str, Any]:
     """The report as a dictionary that `json` can print."""
-    devices = {device: answer(key) for device, key in DEVICES.items()}
+    keys = dict.fromkeys([*DEVICES, *dispatch_keys()])
+    devices = {DEVICES.get(key, key.lower()): answer(key) for key in keys}
     cpu = devices["cpu"]
     problems, notes = [], []
     try:

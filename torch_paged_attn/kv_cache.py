@@ -121,7 +121,7 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         separate: bool = False,
     ) -> None:
-        # plain integers, whatever integers came
+        # plain integers, whatever integers were given
         num_layers = _whole("PagedKVCache", "num_layers", num_layers, 1)
         num_pages = _whole("PagedKVCache", "num_pages", num_pages, 1)
         num_kv_heads = _whole("PagedKVCache", "num_kv_heads", num_kv_heads, 1)

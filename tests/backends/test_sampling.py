@@ -67,6 +67,12 @@ def test_every_problem_runs_or_is_like_one_that_runs(name, test):
     assert not [x for x in wrong if x is not None]
 
 
+@pytest.mark.parametrize("name", [name for name, runner in RUNNERS.items() if runner.lacks()])
+def test_each_argument_that_is_refused_is_in_a_problem(name):
+    used = {argument for p in ALL.values() for argument in p.optional}
+    assert set(RUNNERS[name].lacks()) <= used
+
+
 @pytest.mark.parametrize(
     ("reasons", "said"),
     [

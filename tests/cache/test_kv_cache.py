@@ -179,7 +179,7 @@ def test_a_copy_that_raises_leaks_no_page():
     assert cache.length("b") == 5
     assert cache.num_free_pages == 6
     cache.free("a")
-    cache.append("b", 1)  # nobody shares the page any more: nothing to copy
+    cache.append("b", 1)  # the page is no longer shared: nothing to copy
     cache.free("b")
     assert cache.num_free_pages == 8
 

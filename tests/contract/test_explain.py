@@ -218,7 +218,7 @@ def test_the_log_and_ranges_name_kernels():
     ]
 
 
-def test_nothing_is_said_or_recorded_unasked():
+def test_nothing_is_logged_or_recorded_by_default():
     ranges, log = run()
     assert not any("[" in x for x in ranges) and not any("paged_attn" in x for x in log)
 

@@ -11,7 +11,7 @@ from torch_paged_attn import reference
 from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
 from torch_paged_attn.backends.cpu import BACKEND
 from torch_paged_attn.backward_call import BackwardCall
-from torch_paged_attn.ops import _library, signature
+from torch_paged_attn.ops import _library, paths, signature
 from torch_paged_attn.testing import Problem, Truth, assert_accurate, build
 
 BASE = Problem("base", ((3, 9), (1, 30), (8, 0)), 4, 2, 16, page_size=4)
@@ -84,6 +84,13 @@ def test_the_public_function_has_the_schemas_arguments(name):
             default = parameter.default
             default = list(default) if isinstance(default, tuple) else default
             assert default == argument.default_value
+
+
+def test_every_op_registers_itself():
+    """`define` and `public` keep the lists; the two that are written out name the same ops."""
+    assert set(torch_paged_attn.ops.__all__) == set(paths.PUBLIC) <= set(torch_paged_attn.__all__)
+    packets = {name.partition(".")[0] for name in _library.OPS}
+    assert packets == set(paths.PUBLIC) and set(paths.CALLS) <= packets
 
 
 BACKWARDS = ["flash_varlen_backward", "blocksparse_backward"]

@@ -41,7 +41,7 @@ WINDOW = (("causal", True), ("window_size_left", 9))
 
 
 def shared(shards, x):
-    """A rank's rows; what nobody may see is NaN."""
+    """A rank's rows; those that no query may see are NaN."""
     own = shards.shard(x).clone()
     own[len(shards.indices) :] = NAN
     return own.detach().requires_grad_(x.requires_grad)

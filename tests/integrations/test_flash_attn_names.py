@@ -317,7 +317,7 @@ def test_uninstall_leaves_nothing():
     uninstall()
 
 
-def test_transformers_is_not_deceived(installed):
+def test_transformers_does_not_take_it_for_flash_attn(installed):
     from transformers.utils import is_flash_attn_2_available
 
     assert not is_flash_attn_2_available()

@@ -239,7 +239,7 @@ def test_out_of_the_other_two_functions():
         assert torch.equal(out, call(q, k, v, causal=True))
 
 
-def test_what_comes_back():
+def test_results_and_return_attn_probs():
     batch = Batch([3, 3], [3, 3])
     arguments = (batch.q, batch.k, batch.v, batch.cu_q, batch.cu_k)
     out = flash_attn_varlen_func(*arguments)

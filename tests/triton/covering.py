@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_paged_attn.testing import Problem
 
-# what a kernel is told when it runs: that there is one makes another kernel, not how much it is
+# arguments of a running kernel: whether there is one makes another kernel, its value does not
 AT_RUN_TIME = ("window_size_left", "window_size_right", "softcap", "padding_rows", "density")
 
 

@@ -1,4 +1,4 @@
-"""Compile, for chips that are not here, what calls would launch there, and read what came out.
+"""Compile, for chips that are not here, what calls would launch there, and read the result.
 
     python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only REGEX] [--processes N]
                                          [--json FILE]

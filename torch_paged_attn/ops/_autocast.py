@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.backend import dispatch_keys
 from torch_paged_attn.ops.checks import FLOAT
-
-KEYS = "AutocastCPU", "AutocastCUDA", "AutocastXLA", "AutocastPrivateUse1"
 
 # an operator's tensors by their names, and autocast's dtype -> those that are replaced
 Rule = Callable[[dict[str, Any], torch.dtype], dict[str, Any]]
@@ -106,13 +105,13 @@ RULES: dict[str, Rule] = {
 def bind_autocast(
     library: torch.library.Library, op: str, overloads: tuple[torch._ops.OpOverload, ...]
 ) -> None:
-    """Register, for each of the operator's overloads and each device, a kernel that casts the
-    inputs and calls the overload again outside autocast.
+    """Register, for each of the operator's overloads and each backend's devices, a kernel that
+    casts the inputs and calls the overload again outside autocast.
     """
     rule = RULES.get(op, cast_attention)
     for overload in overloads:
-        for key in KEYS:
-            library.impl(overload, _kernel(rule, overload), key)
+        for key in dispatch_keys():
+            library.impl(overload, _kernel(rule, overload), f"Autocast{key}")
 
 
 def _kernel(rule: Rule, overload: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch_paged_attn.ops.checks import (
 )
 from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 OP = "flash_varlen_out"
@@ -106,11 +107,13 @@ _flash_varlen_out = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=AttentionCall.flash_varlen_out,
         autocast=True,
     )
 )
 
 
+@public
 @described
 def flash_varlen_out(
     out: Tensor,

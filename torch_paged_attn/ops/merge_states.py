@@ -19,6 +19,7 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 
 OP = "merge_states"
 
@@ -181,6 +182,7 @@ _merge_states_list = operator_of(
 )
 
 
+@public
 def merge_states(
     out_a: Tensor | Sequence[Tensor],
     lse_a: Tensor | Sequence[Tensor],

@@ -11,6 +11,7 @@ from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.merge_states import check_parts
+from torch_paged_attn.ops.paths import public
 
 OP = "merge_states_backward"
 
@@ -86,6 +87,7 @@ _merge_states_backward = operator_of(
 )
 
 
+@public
 def merge_states_backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -19,6 +19,7 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 
 OP = "reshape_and_cache"
 
@@ -181,6 +182,7 @@ _reshape_and_cache_split = operator_of(
 )
 
 
+@public
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,
