@@ -23,14 +23,15 @@ def in_one_call(
     tensors: tuple[Any, ...], s_aux: Tensor | None, descales: tuple[Any, ...], **options: Any
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `softmax_lse` by the operator `append_and_attend`, which has less host time. None
-    for calls that it does not support: only eager calls on a GPU, with pages and without gradients.
+    for calls that it does not support: only eager calls on a GPU, with pages, without gradients and
+    outside autocast.
 
     tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
     options: keyword arguments of `append_and_attend`
     """
     if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
         return None
-    if not tensors[0].is_cuda or environment.CHECK:
+    if not tensors[0].is_cuda or environment.CHECK or torch.is_autocast_enabled("cuda"):
         return None
     if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
         return None

@@ -109,7 +109,6 @@ def flash_attn_with_kvcache(
     table = block_table
     if page_table is not None:
         table = one_of(name, block_table=block_table, page_table=page_table)
-    q, _, _ = cast_early(q, k_cache, v_cache)
     if (
         rotary_cos
         is rotary_sin
@@ -161,6 +160,7 @@ def flash_attn_with_kvcache(
             f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
             f"head_dim) with cu_seqlens_q, got shape {tuple(q.shape)}"
         )
+    q, _, _ = cast_early(q, k_cache, v_cache)
     checks.check_caches(q, k_cache, v_cache)
     q, shape = with_whole_rows(name, "q", q), q.shape
     check_out(name, out, q, v_cache)
