@@ -1,6 +1,7 @@
 """Schemas and kernels fit: every optional argument, given and omitted, arrives where it is read."""
 
 import inspect
+import re
 import typing
 
 import pytest
@@ -150,7 +151,13 @@ def test_a_backward_by_position_is_the_call_by_name():
 @pytest.mark.parametrize("name", _library.OPS)
 def test_every_op_has_a_docstring_and_a_twin_that_explains(name):
     packet = name.partition(".")[0]
-    assert len(inspect.getdoc(getattr(torch_paged_attn, packet))) > 200
+    function = getattr(torch_paged_attn, packet)
+    documented = inspect.getdoc(function)
+    # a summary, the arguments, and the errors: its own, or those of the op that it is like
+    assert documented.index("\nArgs:\n") > 40
+    assert "\nRaises:\n" in documented or re.search(r"\b[Ee]rrors\b", documented)
+    for argument in inspect.signature(function).parameters:
+        assert re.search(rf"\b{argument}\b", documented), argument
     assert hasattr(torch.ops.paged_attn, name.replace(".", "_") + "_error")
 
 
