@@ -122,7 +122,7 @@ MAY_IMPORT = {
     "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
     "distributed": ("distributed", "lru", "ops"),
     "integrations": ("integrations", "_processor", "_serving", "_warmup", "lru", "ops"),
-    "layouts": ("layouts",),
+    "layouts": ("layouts", "ops.accepted"),
     "testing": ("testing", "reference", "ops.checks"),
 }
 

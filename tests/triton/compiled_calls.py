@@ -71,6 +71,19 @@ MORE = {
     p.name: p
     for p in (
         Problem("d128/prefill_wide_pages/bf16", PREFILL, 8, 2, 128, dtype=bf16, page_size=128),
+        # pages of sizes that are not compiled in, shorter and longer than a tile's keys
+        *(
+            Problem(f"{name}_{size}/bf16", seqs, 8, 2, dim, dtype=bf16, page_size=page)
+            for size, page in (("short_pages", 17), ("long_pages", 544))
+            for name, seqs, dim in (
+                ("d64/prefill", PREFILL, 64),
+                ("d128/prefill", PREFILL, 128),
+                ("d256/prefill", PREFILL, 256),
+                ("d128/decode", DECODE, 128),
+            )
+        ),
+        Problem("d128/prefill_short_pages/f32", PREFILL, 8, 2, 128, dtype=f32, page_size=17),
+        Problem("d128/decode_short_pages/kv_int8", DECODE, 8, 2, 128, page_size=17, **OF_INT8),
         Problem("d128/prefill_full/bf16", PREFILL, 8, 2, 128, dtype=bf16, causal=False),
         Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
         Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),

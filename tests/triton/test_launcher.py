@@ -14,6 +14,7 @@ import torch
 import triton
 
 import torch_paged_attn
+from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.runtime import launcher
 
 # the benchmarks are scripts: they import one another as top-level modules
@@ -156,3 +157,8 @@ def test_another_triton_is_named(monkeypatch):
     monkeypatch.setattr(launcher, "HAS_KNOWN_MAPS", False)
     said = launcher.unknown_triton()
     assert f"Triton {triton.__version__}" in said and "3.6 to 3.9" in said
+    assert said in BACKEND.notes()
+    x = torch.zeros(4, 2, 64, dtype=BF16)
+    call = x, x, x, torch.tensor([0, 4], dtype=torch.int32)
+    explained = torch_paged_attn.explain("flash_varlen", *call, target="sm90:132")
+    assert explained.paths["triton"].details["launches"] == said

@@ -134,7 +134,7 @@ def test_no_step_takes_another_kernel(name, sizes, count, compiler):
     [
         ("d128", {"max_batch": 1, "max_tokens": 300, "max_length": 4608}),
         *(
-            pytest.param(name, sizes, marks=pytest.mark.thorough)
+            pytest.param(name, sizes, marks=thorough)
             for name in MODELS
             for sizes in (
                 {"max_batch": 1, "max_tokens": 2048, "max_length": 4608},
