@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
+from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.ops.checks import refuse
 
 # numbers of sequences and of queries that are all tried; above, so many to a power of two
 ALL_UP_TO, PARTS = 16, 8
@@ -177,12 +179,13 @@ def warm_up(serving: Serving, device: torch.device, num_processes: int) -> int:
     were made there. The device waits for nothing but them. A file in Triton's cache remembers which
     calls these are, for the next start.
     """
-    # Triton must not be imported where there is no GPU
-    from torch_paged_attn.backends.triton.compile_ahead import compile_calls, remembered
-
-    with remembered(repr(serving), device) as known:
+    backend, reason = serving_device(device)
+    compiler = None if backend is None else backend.compiler()
+    if compiler is None:
+        refuse("warm_up", reason or f"there is nothing to compile for {device}")
+    with compiler.remembered(repr(serving), device) as known:
         if known.calls is None:
-            known.calls = compile_calls(serving.calls, device, num_processes)
+            known.calls = compiler.compile_calls(serving.calls, device, num_processes)
     needed = known.calls
     stream = torch.cuda.Stream(device)
     with torch.inference_mode(), torch.cuda.stream(stream):

@@ -22,7 +22,7 @@ constexpr IntegerTable INTEGERS;
 struct AmxProduct : PairProduct {
   static constexpr int GRAIN = 16;
   static constexpr int ROWS = 32;
-  static constexpr int PANEL = 32;  // the columns of a step adjoin in memory
+  static constexpr int PANEL = 32;  // the columns of a step are contiguous
 
   // The operands of a cache line's numbers, or of the first n of them and zeros. 8-bit ones, which
   // make two vectors, are looked up 64 at a time: on Intel that saves a third of the shuffles.
@@ -257,9 +257,9 @@ struct Matrix<AmxProduct> {
                     add,
                     0,
                     0};
-    fetch.pace = (fetch.lines() + work.left() - 1) / work.left();
+    fetch.per_call = (fetch.lines() + work.left() - 1) / work.left();
     while (work.panels > 0) {
-      fetch.beat();
+      fetch.issue();
       work.take();
     }
   }

@@ -46,18 +46,18 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
 // Two products, one after the other, that run beside vector instructions.
 struct AmxQueue {
   AmxWork work[2];
-  int next = 2, pace = 0;
+  int next = 2, per_call = 0;
 
-  // Spreads all steps evenly over `beats` calls of `beat`.
-  PAGED_ATTN_INLINE void spread(int beats) {
+  // Spreads all steps evenly over `calls` calls of `issue`.
+  PAGED_ATTN_INLINE void spread(int calls) {
     int left = 0;
     for (int i = next; i < 2; ++i) left += work[i].left();
-    pace = (left + beats - 1) / beats;
+    per_call = (left + calls - 1) / calls;
   }
-  PAGED_ATTN_INLINE void beat() {
-    for (int i = 0; i < pace && next < 2; ++i) {
+  PAGED_ATTN_INLINE void issue() {
+    for (int i = 0; i < per_call && next < 2; ++i) {
       AmxWork& current = work[next];
-      if (i + 1 < pace && current.has_two()) {
+      if (i + 1 < per_call && current.has_two()) {
         current.take_two();
         ++i;
       } else {
@@ -117,7 +117,7 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
     sum[r] = load(l + r * W);
   }
   for (int c = begin; c < end; c += W * DEPTH) {
-    beside.beat();
+    beside.issue();
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       F p[DEPTH] = {};

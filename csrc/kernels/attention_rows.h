@@ -21,12 +21,12 @@ struct RowsWorkspace {
   float* scale;  // of a group's dot products
   // only where sums have to be those of attention_tile.h: sums over a block, and transposed keys
   float *sums, *turned;
-  // in fixed point, the units of a row's probabilities in a block; where sums are over a block
+  // in fixed point, the scales of a row's probabilities in a block; where sums are over a block
   // alone, the factor by which its earlier sums become relative to the new maximum
   float* weight;
-  // in fixed point: the units of a row's lanes, what rounding took away from queries as integers
-  // and their units, and whether it has to be multiplied, too
-  float *units, *low, *low_units, *loses;
+  // in fixed point: the scales of a row's lanes, what rounding took away from queries as integers
+  // and its scales, and whether it has to be multiplied, too
+  float *lane_scales, *low, *low_scales, *needs_correction;
   int64_t floats;
 };
 
@@ -44,10 +44,10 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.l = space.take(groups * w.rows);
   w.scores = space.take(groups * w.rows * ROW_COLUMNS);
   w.scale = space.take(groups);
-  w.units = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.lane_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
   w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
-  w.low_units = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.loses = space.take(groups);
+  w.low_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.needs_correction = space.take(groups);
   w.weight = space.take(groups * w.rows);
   w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
   w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
@@ -55,7 +55,7 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
-// Columns of a chunk. Where a token's heads adjoin in memory, it is prefetched in another order
+// Columns of a chunk. Where a token's heads are contiguous, it is prefetched in another order
 // than it is read in: so a chunk must stay in L1 until the last head has read its part.
 template <class T>
 PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
@@ -100,12 +100,12 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool in_order = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
-  // where a token's heads adjoin, all of a chunk is prefetched before its last head is read
+  // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
   const bool beside = in_order && a.k.stride_head < a.k.stride_token;
   ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
                      AHEAD_BYTES + (beside ? chunk : 0));
-  ahead.enter(block, next);
+  ahead.seek(block, next);
   for (int c = 0; c < columns; c += step) {
     if constexpr (!Product::FIXED)
       if (in_order) {
@@ -116,12 +116,12 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
-                                   w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
+                                   w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
-        if (Product::FIXED && w.loses[g] > 0)
+        if (Product::FIXED && w.needs_correction[g] > 0)
           dot_keys<Product, T, ROWS, true>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                            w.low + g * w.rows * w.stride_q,
-                                           w.low_units + g * w.rows * W, w.rows, head_dim,
+                                           w.low_scales + g * w.rows * W, w.rows, head_dim,
                                            w.scale[g], scores);
       });
     }
@@ -178,18 +178,19 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
   constexpr float LOSS = 2e-5f, KEY = 73.9f;
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
-  memset(w.units, 0, groups * w.rows * W * sizeof(float));
-  memset(w.low_units, 0, groups * w.rows * W * sizeof(float));
+  memset(w.lane_scales, 0, groups * w.rows * W * sizeof(float));
+  memset(w.low_scales, 0, groups * w.rows * W * sizeof(float));
   for (int g = 0; g < groups; ++g) {
     // logits, or logits over a softcap
     const float scale = w.scale[g] * KEY * (a.softcap > 0 ? a.softcap : LN_2);
-    w.loses[g] = 0;
+    w.needs_correction[g] = 0;
     for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
       const int64_t first = i * w.stride_q;
-      const float lost = Product::fix_row(w.q + first, w.stride_q, w.units + i * W, w.low + first,
-                                          w.low_units + i * W);
+      const float lost =
+          Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W, w.low + first,
+                                w.low_scales + i * W);
       if (!(lost < INFINITY)) return false;
-      if (!(lost * scale * scale <= LOSS * LOSS)) w.loses[g] = 1;
+      if (!(lost * scale * scale <= LOSS * LOSS)) w.needs_correction[g] = 1;
     }
   }
   return true;

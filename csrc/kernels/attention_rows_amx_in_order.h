@@ -70,12 +70,12 @@ PAGED_ATTN_INLINE void softmax_in_order(const Attention& a, const Sequence& s,
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;
   const int columns = block.num_columns;
   const int64_t rows = rows_of(a, task), g = group - task.group_begin;
-  float *all = w.scores + 2 * g * ROWS * SCORES, *twins = all + ROWS * SCORES;
+  float *all = w.scores + 2 * g * ROWS * SCORES, *duplicated_p = all + ROWS * SCORES;
   const float scale = w.scale[g], late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
   const float early_scale = late_scale == scale ? 1.f : scale;
   for (int c = 0; c < columns; c += TILE_KEYS) {
     F x[ROWS];
-    for (int r = 0; r < ROWS; ++r) x[r] = load(twins + c * ROWS + r * W);
+    for (int r = 0; r < ROWS; ++r) x[r] = load(duplicated_p + c * ROWS + r * W);
     uninterleave<ROWS>(x);
     for (int r = 0; r < ROWS; ++r) store(all + r * SCORES + c, x[r] * set1(early_scale));
   }
@@ -103,7 +103,8 @@ PAGED_ATTN_INLINE void softmax_in_order(const Attention& a, const Sequence& s,
     }
     for (int r = 0; r < TOGETHER && !PACKED<Product>; ++r)
       for (int c = 0; c < columns; c += W)
-        store(twins + (r0 + r) * SCORES + c, as_float(bits(load(scores + r * SCORES + c)) << 16));
+        store(duplicated_p + (r0 + r) * SCORES + c,
+              as_float(bits(load(scores + r * SCORES + c)) << 16));
   }
 }
 
@@ -178,7 +179,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
   ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
                       ahead_bytes<T>(a, groups));
   ReadAhead<T>* const ahead = PACKED<Product> ? nullptr : &cursor;
-  if (ahead) cursor.enter(block, next);
+  if (ahead) cursor.seek(block, next);
 
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.k_offset + c);

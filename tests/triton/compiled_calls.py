@@ -41,7 +41,7 @@ GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
 OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
 
-# what is said of the longest sequence's keys
+# the hint of the longest sequence's keys
 SAID = {
     "d128/said_few_near/bf16": 512,
     "d128/said_few/bf16": 4096,
@@ -232,7 +232,7 @@ def attention(problem: Problem) -> Callable[[], None]:
 
 
 def _backward(problem: Problem) -> Callable[[], None]:
-    """The backward of a problem's call, whose values matter to nobody."""
+    """The backward of a problem's call, whose values do not matter."""
     from torch_paged_attn.backends.triton import BACKEND
 
     call = build(problem)

@@ -1,4 +1,4 @@
-"""Compile, for chips that are not here, what calls would launch there, and read what came out.
+"""Compile, for chips that are not here, what calls would launch there, and read the result.
 
     python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only REGEX] [--processes N]
                                          [--json FILE]
@@ -115,9 +115,9 @@ class Kernel:
     fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
     parts_threads: bool  # by a clock that each of them reads
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
+    wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
     code: int  # bytes of machine code
     scratch: int  # bytes of memory that Triton would allocate for a program
-    wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""

@@ -1,6 +1,7 @@
 """What the CPU kernels would do with a call: they say it themselves, from lengths."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -22,6 +23,14 @@ PAIRS = {
 NO_KERNEL = "the compiled kernels do not have it yet"
 
 
+@functools.cache
+def instruction_sets() -> tuple[str, list[str]]:
+    """The instruction set that the kernels use, and all that this processor supports, slowest
+    first. Asked once, because torch never frees a text that such an operator returns.
+    """
+    return torch.ops.paged_attn.cpu_isa(), torch.ops.paged_attn.cpu_isas().split()
+
+
 def products(isa: str, has_pairs: bool) -> str:
     """What is multiplied; the sums are float32."""
     return PAIRS.get(isa, "float32") if has_pairs else "float32"
@@ -29,15 +38,14 @@ def products(isa: str, has_pairs: bool) -> str:
 
 def kernel_name(op: str, has_pairs: bool) -> str:
     """The kernels of an op on this machine's instruction set."""
-    isa = torch.ops.paged_attn.cpu_isa()
+    isa, _ = instruction_sets()
     is_attention = op.startswith(("flash_varlen", "blocksparse"))
     return f"{isa}, products of {products(isa, has_pairs)}" if is_attention else isa
 
 
 def path(op: str, call: Any) -> Path:
     """The path of a call."""
-    isa = torch.ops.paged_attn.cpu_isa()
-    faster = torch.ops.paged_attn.cpu_isas().split()
+    isa, faster = instruction_sets()
     faster = faster[faster.index(isa) + 1 :]
     reason = f"{isa} is the fastest instruction set that processor and build have"
     if faster:

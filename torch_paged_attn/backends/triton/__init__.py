@@ -4,6 +4,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 from torch_paged_attn.ops.paths import Path
@@ -35,6 +37,24 @@ class Triton(Backend):
         from torch_paged_attn.backends.triton import path
 
         return path.path(op, call, target)
+
+    def attend_heads(self, given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
+        """By Hopper's kernel, if it runs the call."""
+        from torch_paged_attn.backends.triton import some_heads
+
+        return self.unsupported() is None and some_heads.attend(given, out, lse)
+
+    def compiler(self) -> Any:
+        """Needs Triton, which must not be imported where there is no GPU."""
+        from torch_paged_attn.backends.triton import compile_ahead
+
+        return compile_ahead
+
+    def remote_merge(self) -> Any:
+        """A kernel on Triton."""
+        from torch_paged_attn.backends.triton import merge_remote
+
+        return merge_remote
 
     def notes(self) -> list[str]:
         """Which kernels are used on this machine."""

@@ -100,7 +100,8 @@ def _selected_dq_kernel(
         p = _probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
         p = tl.where(is_seen[None, :] & sees[:, None], p, 0.0)
         dp = chunk_scores(dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-        ds = _score_gradients(s, p, dp, d[:, None], scalars, OPTIONS).to(type_of(OPTIONS.DTYPE))
+        ds = _score_gradients(s, p, dp, d[:, None], scalars, OPTIONS)
+        ds = ds.to(type_of(OPTIONS.DTYPE))
         dq = add_chunk_products(dq, ds, k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
     dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
     r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,10 +202,8 @@ def _selected_dkdv_kernel(
                 ds = _score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
                 # a key of the unit that no query sees may be NaN
                 ds = tl.where(is_seen, ds, 0.0)
-                p, ds = (
-                    tl.trans(p.to(type_of(OPTIONS.DTYPE))),
-                    tl.trans(ds.to(type_of(OPTIONS.DTYPE))),
-                )
+                p = tl.trans(p.to(type_of(OPTIONS.DTYPE)))
+                ds = tl.trans(ds.to(type_of(OPTIONS.DTYPE)))
                 dv = add_chunk_products(dv, p, x.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 dk = add_chunk_products(dk, ds, x.q, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
         dk = (dk[0] * scalars.scale, dk[1] * scalars.scale)

@@ -107,7 +107,7 @@ class SelectedOptions(NamedTuple):
     K_FORMAT: str
     V_FORMAT: str
     OUT_FORMAT: str
-    DTYPE: str  # the name of the type of the factors of matrix products
+    DTYPE: str  # of the factors of matrix products
     IS_PRECISE: bool
     CHAIN: int
     BLOCK_M: int
