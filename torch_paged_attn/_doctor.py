@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
 
 from torch_paged_attn import __version__, _processor
-from torch_paged_attn.backends.cpu.path import instruction_sets
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
+from torch_paged_attn.ops._library import instruction_sets
 from torch_paged_attn.ops.backend import dispatch_keys, serving
 
 # dispatch key -> the devices whose tensors carry it
