@@ -17,6 +17,9 @@ from torch_paged_attn.ops.checks import fail, storage_fault
 
 INT32 = torch.iinfo(torch.int32)
 
+# most calls name them
+WINDOWS = "window_size_left", "window_size_right"
+
 # (the operator's name, the argument's, its value, the arguments by position) -> the value to pass.
 # It returns the same object if the operator takes it, or is to refuse it
 Form = Callable[[str, str, Any, tuple[Any, ...]], Any]
@@ -30,7 +33,7 @@ class Operator(NamedTuple):
     positions: tuple[tuple[int, str], ...]  # of arguments with a form
     behind: int  # the number of arguments that every call passes by position
     lengths: tuple[int, ...]  # the positions of the lengths among them
-    others: frozenset[str]  # arguments with a form that are given by name
+    others: frozenset[str]  # arguments with a form that are given by name, but windows
 
 
 def operator_of(op: torch._ops.OpOverload) -> Operator:
@@ -40,7 +43,7 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     # `block_table` is the last that the public functions of attention name
     behind = listed.index("block_table") + 1 if "block_table" in listed else 0
     lengths = tuple(i for i, _ in positions if i < behind)
-    others = frozenset(name for _, name in positions)
+    others = frozenset(name for _, name in positions).difference(WINDOWS)
     name = op._schema.name.removeprefix("paged_attn::")
     return Operator(op, name, positions, behind, lengths, others)
 
@@ -51,7 +54,7 @@ def as_accepted(
     """The arguments of a call, by position and by name, as the operator takes them."""
     _, name, positions, behind, lengths, others = operator
     # a decode step's call has no more than this
-    if len(args) == behind and others.isdisjoint(options):
+    if len(args) == behind and others.isdisjoint(options) and _are_usual(options):
         for at in lengths:
             if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
                 break
@@ -62,8 +65,14 @@ def as_accepted(
         if at < len(found) and found[at] is not None:
             found[at] = FORMS[argument](name, argument, found[at], args)
     # torch 2.11 does not trace the intersection of two sets of names
-    turned = {n: FORMS[n](name, n, x, args) for n, x in options.items() if n in others}
-    return tuple(found), options | turned
+    named = {n: x for n, x in options.items() if n in others or n in WINDOWS}
+    return tuple(found), options | {n: FORMS[n](name, n, x, args) for n, x in named.items()}
+
+
+def _are_usual(options: dict[str, Any]) -> bool:
+    """Whether the windows among the options are as operators take them."""
+    left, right = options.get(WINDOWS[0], -1), options.get(WINDOWS[1], -1)
+    return type(left) is int and type(right) is int and left >= -1 <= right
 
 
 def as_int32(op: str, name: str, x: Any, args: tuple[Any, ...] = ()) -> Any:
