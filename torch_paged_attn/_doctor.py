@@ -146,7 +146,7 @@ def report() -> dict[str, Any]:
     cpu = devices["cpu"]
     problems, notes = [], []
     try:
-        isa, isas = instruction_sets() if cpu["backend"] == "cpu" else ("", [])
+        isa, isas = _library.instruction_sets() if cpu["backend"] == "cpu" else ("", [])
     except RuntimeError as error:  # PAGED_ATTN_CPU_ISA names one that is not here
         cpu |= {"backend": None, "ops": [], "reason": str(error).partition("\n")[0], "notes": []}
     if cpu["backend"] == "cpu":
