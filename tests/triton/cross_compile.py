@@ -86,6 +86,9 @@ KNOWN_KERNELS = {
     "_hopper_mla_bytes_fwd_kernel": 56,
 }
 
+# memory that Triton would allocate for a kernel; AMD's has none
+SCRATCH = "global", "profile"
+
 # what shared memory of 99 KiB does not hold, and is refused by name
 REFUSED = {
     (arch, f"{BACKWARDS}{name}")
@@ -230,9 +233,9 @@ def _read(arch: str, name: str, binary) -> Kernel:
         *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
         parts_threads=parts_threads,
         mixes_lanes=lanes_mix,
-        wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),
         code=_code_bytes(binary.asm["hsaco" if arch.startswith("gfx") else "cubin"]),
-        scratch=binary.metadata.global_scratch_size + binary.metadata.profile_scratch_size,
+        scratch=sum(getattr(binary.metadata, f"{kind}_scratch_size", 0) for kind in SCRATCH),
+        wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),
     )
 
 
