@@ -15,7 +15,6 @@ from torch.nn.attention import current_flash_attention_impl, list_flash_attentio
 from torch_paged_attn import __version__, _processor
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
-from torch_paged_attn.ops._library import instruction_sets
 from torch_paged_attn.ops.backend import dispatch_keys, serving
 
 # dispatch key -> the devices whose tensors carry it
