@@ -80,7 +80,7 @@ def _of_serving(document: dict[str, Any]) -> dict[str, list[Compared]]:
 
 def _of_gpu(document: dict[str, Any]) -> dict[str, list[Compared]]:
     kinds: dict[str, list[Compared]] = {}
-    for table in gpu.tables(document["ceilings"]["read TB/s"]):
+    for table in gpu.tables(gpu.read_ceiling(document)):
         peers = [peer for peer in table.peers if peer not in OURS]
         for problem, row in table.rows(document).items():
             ratios = {peer: gpu.speedup(row, peer, table.ours) for peer in peers}

@@ -1,7 +1,8 @@
-"""Writes the tables of benchmarks/results/*/README.md and of README.md, and the pictures of docs/.
+"""Writes the tables of benchmarks/results/*/README.md, docs/*.md and README.md, and docs' pictures.
 
-A table stands between `<!-- table: FILE.json -->` (in README.md `<!-- table: headline -->`) and
-`<!-- end -->`; the words around it are written by hand. A test renders them again and compares.
+A table stands between `<!-- table: FILE.json -->` (in README.md `<!-- table: headline -->`, in docs
+`<!-- table: FOLDER/FILE.json -->`) and `<!-- end -->`; the words around it are written by hand. A
+test renders them again and compares.
 
     python benchmarks/render.py            rewrite the tables, draw docs/*.png
     python benchmarks/render.py --check    exit status 1 if a table is not that of its results
@@ -39,13 +40,20 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def rendered(page: Path) -> str:
-    """A page with its tables printed from the results beside it."""
+    """A page with its tables printed from the results beside it, or in docs from any results.
+
+    Pages of docs do not say on which day a figure was measured.
+    """
+    is_result = RESULTS in page.parents
 
     def table(match: re.Match[str]) -> str:
         if match[2] == "headline":
             text = headline.table()
         else:
-            text = markdown(cpu.read(page.parent / match[2]))
+            document = cpu.read((page.parent if is_result else RESULTS) / match[2])
+            text = markdown(document)
+            if not is_result:
+                text = text.replace(f", {document['machine']['date']}", "", 1)
         return f"{match[1]}\n{text}\n\n{match[3]}"
 
     return TABLE.sub(table, page.read_text())
@@ -120,9 +128,8 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
-    pages = {
-        page: rendered(page) for page in [ROOT / "README.md", *sorted(RESULTS.glob("*/README.md"))]
-    }
+    written = ROOT / "README.md", *RESULTS.glob("*/README.md"), *(ROOT / "docs").glob("*.md")
+    pages = {page: rendered(page) for page in sorted(written)}
     stale = [page for page, text in pages.items() if page.read_text() != text]
     if options.check:
         for page in stale:

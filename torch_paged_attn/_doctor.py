@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
 
 from torch_paged_attn import __version__, _processor
-from torch_paged_attn.backends.cpu.path import instruction_sets
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops.backend import dispatch_keys, serving
@@ -146,7 +145,7 @@ def report() -> dict[str, Any]:
     cpu = devices["cpu"]
     problems, notes = [], []
     try:
-        isa, isas = instruction_sets() if cpu["backend"] == "cpu" else ("", [])
+        isa, isas = _library.instruction_sets() if cpu["backend"] == "cpu" else ("", [])
     except RuntimeError as error:  # PAGED_ATTN_CPU_ISA names one that is not here
         cpu |= {"backend": None, "ops": [], "reason": str(error).partition("\n")[0], "notes": []}
     if cpu["backend"] == "cpu":

@@ -4,7 +4,7 @@ import functools
 import platform
 from pathlib import Path
 
-from torch_paged_attn.backends.cpu.path import instruction_sets
+from torch_paged_attn.ops._library import instruction_sets
 
 
 @functools.cache

@@ -7,6 +7,7 @@ python benchmarks/gpu/report.py benchmarks/results/cuda/h200.json --markdown
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,18 @@ def tables(read_ceiling: float) -> list[Table]:
             peers=("flex", "vLLM"),
         ),
         Table(
+            "selected keys, ms",
+            "selected",
+            "",
+            {
+                "ours": figure("ours", "{:.4g}"),
+                "composition": figure("composition", "{:.4g}"),
+                "FlashMLA": figure("FlashMLA", "{:.4g}"),
+                "ours is": over("FlashMLA", "{:.2f}x as fast"),
+            },
+            peers=("FlashMLA",),
+        ),
+        Table(
             "cache write, µs: tokens x KV heads x head_dim",
             "cache_write",
             "",
@@ -208,6 +221,11 @@ def tables(read_ceiling: float) -> list[Table]:
     ]
 
 
+def read_ceiling(document: dict[str, Any]) -> float:
+    """TB/s of the run's fastest read; NaN for runs without tables that compare with it."""
+    return document.get("ceilings", {}).get("read TB/s", math.nan)
+
+
 def describe(machine: dict[str, Any]) -> str:
     return (
         f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['date']}"
@@ -217,7 +235,7 @@ def describe(machine: dict[str, Any]) -> str:
 def markdown(document: dict[str, Any]) -> str:
     """The tables as they stand on the page beside the results."""
     lines = [describe(document["machine"])]
-    for table in tables(document["ceilings"]["read TB/s"]):
+    for table in tables(read_ceiling(document)):
         if not (rows := table.rows(document)):
             continue
         # without a contender that took no part in the run
@@ -241,7 +259,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     import panels
 
     drawn = []
-    for table in tables(document["ceilings"]["read TB/s"]):
+    for table in tables(read_ceiling(document)):
         rows = {
             name: {peer: ratio for peer in table.peers if (ratio := speedup(row, peer, table.ours))}
             for name, row in table.rows(document).items()

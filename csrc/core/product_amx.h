@@ -75,9 +75,9 @@ PAGED_ATTN_INLINE __m512i round_upper(F x) {
   return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 }
 
-// The product of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that
+// The product of probabilities and values in prefill_amx.h: keys 16 apart are a pair, so that
 // sixteen consecutive keys are the same half of all operands of a tile.
-// attention_rows_amx_in_order.h depends on that.
+// decode_amx_invariant.h depends on that.
 struct AmxValueProduct : AmxProduct {
   static constexpr int APART = W;
   static PAGED_ATTN_INLINE F narrow(const F* x) {
@@ -141,7 +141,7 @@ struct alignas(64) AmxRegisters {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Registers for attention_rows_amx.h with that many rows. 0: keys or values. 1 and 2: queries and
+// Registers for decode_amx.h with that many rows. 0: keys or values. 1 and 2: queries and
 // scores, (16, ROWS). 3 to 7: probabilities and sums, each row twice, 16 rows at most.
 template <int ROWS>
 struct AmxRowsRegisters : AmxRegisters {

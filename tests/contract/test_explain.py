@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_paged_attn
 from torch_paged_attn import explain
-from torch_paged_attn.backends.cpu.path import instruction_sets
+from torch_paged_attn.ops._library import instruction_sets
 from torch_paged_attn.testing import PROBLEMS, build
 
 ROOT = Path(torch_paged_attn.__file__).parents[1]

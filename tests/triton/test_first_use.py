@@ -33,9 +33,9 @@ def most_kernels(arch, name):
     return MORE.get((arch, name), 2 * MOST if name in TRAINING else MOST)
 
 
-def count(arch, name):
+def count(arch, name, stride):
     with counted(arch) as kernels:
-        growing_calls.run(name, STEPS)
+        growing_calls.run(name, STEPS, stride=stride)
     return len(kernels), kernels.report()
 
 
@@ -55,8 +55,10 @@ def pairs():
 
 
 @pytest.mark.parametrize(("arch", "name"), pairs())
-def test_growing_calls_compile_few_kernels(arch, name, process):
-    found, report = process.submit(count, arch, name).result()
+def test_growing_calls_compile_few_kernels(arch, name, process, request):
+    # with `--sample`, every third step: all remainders of 16 are among them
+    stride = 3 if request.config.getoption("--sample") else 1
+    found, report = process.submit(count, arch, name, stride).result()
     print(f"{arch} {name}: {found} kernels")
     assert 0 < found <= most_kernels(arch, name), report
 

@@ -212,3 +212,11 @@ LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
 LIBRARY.define("cpu_isas_missing() -> str")
 # whether the CPU kernels check if an input requires grad
 LIBRARY.define("cpu_sees_gradients() -> bool")
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, list[str]]:
+    """The instruction set that the CPU kernels use, and all that this processor supports, slowest
+    first. Asked once, because torch never frees a text that such an operator returns.
+    """
+    return torch.ops.paged_attn.cpu_isa(), torch.ops.paged_attn.cpu_isas().split()

@@ -1,7 +1,6 @@
 """What the CPU kernels would do with a call: they say it themselves, from lengths."""
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops._library import instruction_sets
 from torch_paged_attn.ops.paths import Path, is_real
 
 # what multiplies bfloat16 and 8-bit numbers by twos; all else is multiplied in float32
@@ -21,14 +21,6 @@ PAIRS = {
 
 
 NO_KERNEL = "the compiled kernels do not have it yet"
-
-
-@functools.cache
-def instruction_sets() -> tuple[str, list[str]]:
-    """The instruction set that the kernels use, and all that this processor supports, slowest
-    first. Asked once, because torch never frees a text that such an operator returns.
-    """
-    return torch.ops.paged_attn.cpu_isa(), torch.ops.paged_attn.cpu_isas().split()
 
 
 def products(isa: str, has_pairs: bool) -> str:

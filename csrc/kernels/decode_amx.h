@@ -1,4 +1,4 @@
-// Few query rows on AMX: attention_rows.h's tasks and order, with tiles of keys and values that are
+// Few query rows on AMX: decode.h's tasks and order, with tiles of keys and values that are
 // multiplied where they are in memory.
 //
 // Sixteen keys of a head are the rows of a left operand, so scores are (keys, rows). Sixteen values
@@ -12,7 +12,7 @@
 #pragma once
 
 #include "../core/product_amx.h"
-#include "attention_rows.h"
+#include "decode.h"
 
 namespace {
 
@@ -184,7 +184,7 @@ PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
 
 // One block of keys for every group of the task.
 template <class T, int ROWS>
-inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
+inline void decode_block_amx(const Attention& a, const Sequence& s,
                                        const paged_attn::Task& task, const KeyBlock& block,
                                        const KeyBlock& next, const AmxRowsWorkspace& w) {
   const int columns = block.num_columns;
@@ -243,7 +243,7 @@ PAGED_ATTN_INLINE void turn_queries(const Attention& a, const Sequence& s,
 
 // Returns false, and has written nothing, if a sum is not finite.
 template <int ROWS>
-inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
+inline bool decode_amx(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, float* memory) {
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
@@ -261,7 +261,7 @@ inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       if constexpr (AmxProduct::accepts<T>)
-        attend_rows_block_by_tiles<T, ROWS>(a, s, task, block, more ? next : block, w);
+        decode_block_amx<T, ROWS>(a, s, task, block, more ? next : block, w);
     });
   });
 

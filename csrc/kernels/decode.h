@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../core/workspace.h"
-#include "rows_in_order.h"
-#include "rows_products.h"
+#include "decode_invariant.h"
+#include "decode_products.h"
 
 namespace {
 
@@ -19,7 +19,7 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // only where sums have to be those of attention_tile.h: sums over a block, and transposed keys
+  // only where sums have to be those of prefill.h: sums over a block, and transposed keys
   float *sums, *turned;
   // in fixed point, the scales of a row's probabilities in a block; where sums are over a block
   // alone, the factor by which its earlier sums become relative to the new maximum
@@ -90,7 +90,7 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
 
 // One block of keys for every group of the task.
 template <class Product, class T, int ROWS>
-inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
@@ -98,17 +98,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
   };
   // a chunk of keys fills the lanes, or else the sums, of a dot product
-  const bool in_order = !Product::FIXED && a.batch_invariant;
-  const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
+  const bool invariant = !Product::FIXED && a.batch_invariant;
+  const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
   // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
-  const bool beside = in_order && a.k.stride_head < a.k.stride_token;
+  const bool beside = invariant && a.k.stride_head < a.k.stride_token;
   ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
                      AHEAD_BYTES + (beside ? chunk : 0));
   ahead.seek(block, next);
   for (int c = 0; c < columns; c += step) {
     if constexpr (!Product::FIXED)
-      if (in_order) {
+      if (invariant) {
         score_in_order<Product, T, ROWS>(a, task, block.k_offset + c, c, step, ahead, w);
         continue;
       }
@@ -140,17 +140,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
                                   rescale, w.weight + i);
       for (int r = 0; r < ROWS; ++r) {
-        if (in_order) w.weight[i + r] = rescale[r];
-        if (in_order || rescale[r] == 1) continue;
+        if (invariant) w.weight[i + r] = rescale[r];
+        if (invariant || rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
         for (int64_t d = 0; d < w.stride_acc; d += W)
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
   };
-  float* to = in_order ? w.sums : w.acc;
+  float* to = invariant ? w.sums : w.acc;
   const int64_t floats = groups * w.rows * w.stride_acc;
-  if (in_order) memset(w.sums, 0, floats * sizeof(float));
+  if (invariant) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
@@ -162,7 +162,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       });
     }
   }
-  for (int64_t row = 0; in_order && row < groups * w.rows; ++row) {
+  for (int64_t row = 0; invariant && row < groups * w.rows; ++row) {
     const F weight = set1(w.weight[row]);
     for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
       store(w.acc + i, fma(load(w.acc + i), weight, load(w.sums + i)));
@@ -198,7 +198,7 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
 
 // False, and nothing is written, if the queries do not fit a product in fixed point.
 template <class Product>
-inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
@@ -222,9 +222,9 @@ inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn:
       const KeyBlock& upcoming = more ? next : block;
       if constexpr (Product::template accepts<T>) {
         switch (w.rows) {
-          case 1: return attend_rows_block<Product, T, 1>(a, s, task, block, upcoming, w);
-          case 2: return attend_rows_block<Product, T, 2>(a, s, task, block, upcoming, w);
-          default: return attend_rows_block<Product, T, 4>(a, s, task, block, upcoming, w);
+          case 1: return decode_block<Product, T, 1>(a, s, task, block, upcoming, w);
+          case 2: return decode_block<Product, T, 2>(a, s, task, block, upcoming, w);
+          default: return decode_block<Product, T, 4>(a, s, task, block, upcoming, w);
         }
       }
     });

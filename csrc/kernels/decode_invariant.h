@@ -2,12 +2,12 @@
 // added in their order.
 #pragma once
 
-#include "rows_products.h"
+#include "decode_products.h"
 
 namespace {
 
 // Calls f(first head, number of heads, first operand, operand) for W operands of W keys, transposed
-// as attention_tile.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
+// as prefill.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
 // heads take turns.
 template <class Product, int HEADS, class T, class Function>
 PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
