@@ -170,6 +170,10 @@ SAMPLES: dict[str, Sample] = {
             "gaps": ("ring/window_alibi/bf16",),
             # tests/triton/test_backward.py has layouts
             "gradients_agree": ("training/everything/f32",),
+            "gradients_unseen_memory": (),
+            "gradients_gaps": (),
+            # page_order has them
+            "selected_same_bits": (),
             "selected_agrees": (
                 "flashmla/slots/bf16",
                 "minimax_m3/kv_e4m3/bf16",
