@@ -97,6 +97,10 @@ PAGES = {
             "torch_paged_attn.integrations.sglang": ("register",),
             "torch_paged_attn.integrations.torch_attention": ("activate",),
             "torch_paged_attn.integrations.torch_sdpa": ("activate",),
+            "torch_paged_attn.integrations.flash_mla": (
+                *("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"),
+            ),
+            "torch_paged_attn.integrations.fla": ("native_sparse_attention",),
         },
     ),
     "distributed": Page(

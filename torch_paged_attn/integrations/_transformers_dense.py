@@ -6,6 +6,7 @@ call is compiled into a kernel, and nothing is copied.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,8 +85,11 @@ def attend_rows(
     lengths: Tensor,
     options: dict[str, Any],
     longest: int | None = None,
+    attend: Callable[..., tuple[Tensor, Tensor]] = flash_varlen,
 ) -> Tensor:
-    """Attention to the first `lengths` (batch,) int32 keys of each row; `longest`: a bound."""
+    """Attention to the first `lengths` (batch,) int32 keys of each row; `longest`: a bound;
+    `attend`: a function with the arguments of `flash_varlen`.
+    """
     batch, _, query_len, _ = query.shape
     longest = key.shape[2] if longest is None else longest
     q, bounds = rows(query), _constants.multiples(query_len, batch, query)
@@ -93,16 +97,14 @@ def attend_rows(
     if wants_gradient(query, key, value, options):
         k, v = rows(key), rows(value)
         key_bounds = _constants.multiples(key.shape[2], batch, key)
-        return flash_varlen(q, k, v, bounds, key_bounds, *hints, seqused_k=lengths, **options)[0]
+        return attend(q, k, v, bounds, key_bounds, *hints, seqused_k=lengths, **options)[0]
     if torch.compiler.is_compiling() or not _has_k_start(key.device.type):
         # a compiler may lay tensors out anew; each row is one page
         table = _constants.row_numbers(batch, key)
-        return flash_varlen(
-            q, key, value, bounds, None, *hints, lengths, block_table=table, **options
-        )[0]
+        return attend(q, key, value, bounds, None, *hints, lengths, block_table=table, **options)[0]
     k, v, apart = token_rows(key, value)
     start = _constants.multiples(apart, batch, key)[:-1]
-    return flash_varlen(q, k, v, bounds, None, *hints, lengths, k_start=start, **options)[0]
+    return attend(q, k, v, bounds, None, *hints, lengths, k_start=start, **options)[0]
 
 
 def token_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:

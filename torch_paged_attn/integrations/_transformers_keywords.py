@@ -1,5 +1,5 @@
-"""Keywords with which Transformers' models call attention: which keys a list of theirs shows, and
-which keywords are refused.
+"""Keywords with which Transformers' models call attention: those that are refused, and sinks of
+each query.
 """
 
 import warnings
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from torch_paged_attn.integrations._transformers_short import ShortMask
 
 # keywords of models that change no result of attention, or that a pass of `generate_batch` has
 IGNORED = {
@@ -34,54 +32,6 @@ def refuse_unknown(keywords: dict[str, Any]) -> None:
             " attn_implementation='eager'",
             stacklevel=3,
         )
-
-
-def listed_mask(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    is_causal: bool,
-    indices: Tensor | None,
-    block_indices: Tensor | None,
-) -> Tensor:
-    """A mask (batch, 1 or num_heads, Lq, Lk) of the keys that lists name, of those that
-    `attention_mask` shows. `is_causal` applies if that is None.
-    """
-    num_heads, query_len, key_len = query.shape[1], query.shape[2], key.shape[2]
-    if indices is not None:
-        listed = _named(indices[:, None], key_len)
-    else:
-        assert block_indices is not None
-        size = module.indexer.block_size
-        listed = _named(block_indices, -(-key_len // size))
-        listed = listed.repeat_interleave(size, -1)[..., :key_len]
-        listed = listed.repeat_interleave(num_heads // listed.shape[1], 1)
-    if attention_mask is None:
-        if is_causal:
-            seen = torch.ones(query_len, key_len, dtype=torch.bool, device=key.device)
-            listed = listed & seen.tril(key_len - query_len)
-        return listed
-    if isinstance(attention_mask, ShortMask):
-        attention_mask = attention_mask.full()
-    if attention_mask.dim() == 2:
-        attention_mask = attention_mask[:, None, None].bool()
-        listed = listed[..., : attention_mask.shape[3]]
-    if attention_mask.dim() != 4:
-        raise NotImplementedError(
-            "torch_paged_attn: lists of keys (indices, block_indices) are not supported with packed"
-            " rows: use rows of one sequence each"
-        )
-    if attention_mask.dtype == torch.bool:
-        return attention_mask & listed
-    return attention_mask.masked_fill(~listed, float("-inf"))
-
-
-def _named(indices: Tensor, count: int) -> Tensor:
-    """(..., n) numbers, -1 for none, as (..., count) bool."""
-    where = indices.long().masked_fill(indices < 0, count)
-    named = torch.zeros(*where.shape[:-1], count + 1, dtype=torch.bool, device=where.device)
-    return named.scatter(-1, where, True)[..., :count]
 
 
 def with_sinks(

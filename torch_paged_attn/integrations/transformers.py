@@ -35,11 +35,17 @@ from torch_paged_attn.integrations._transformers_dense import (
 )
 from torch_paged_attn.integrations._transformers_keywords import (
     IGNORED,
-    listed_mask,
     refuse_unknown,
     with_sinks,
 )
 from torch_paged_attn.integrations._transformers_masks import make_mask
+from torch_paged_attn.integrations._transformers_selected import (
+    KeyLists,
+    Shown,
+    attend_listed,
+    listed_mask,
+    refuse_lists,
+)
 from torch_paged_attn.integrations._transformers_short import short_form
 from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen
@@ -124,9 +130,6 @@ def attention_forward(
     """
     refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if indices is not None or block_indices is not None:
-        lists = indices, block_indices
-        attention_mask = listed_mask(module, query, key, attention_mask, causal, *lists)
     short = short_form(attention_mask)
     mask_dim = None if attention_mask is None or short is not None else attention_mask.dim()
     if attention_mask is not None and mask_dim not in (None, 1, 2, 4):
@@ -151,6 +154,18 @@ def attention_forward(
     if dropout > 0:
         # from torch's generator, whose state activation checkpointing restores
         options |= {"dropout_p": dropout, "rng_state": drawn_rng_state(query.device)}
+    if indices is not None or block_indices is not None:
+        refuse_lists(cache, cu_seq_lens_q, attention_mask)
+        lists = KeyLists.of(module, indices, block_indices)
+        mask = attention_mask if short is None else short
+        shown = Shown.of(mask, query.shape[2], key.shape[2], options)
+        out = None
+        if position_bias is None and sinks is None:
+            out = attend_listed(lists, shown, query, key, value, options)
+        if out is not None:
+            return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+        attention_mask = listed_mask(lists, shown, query, key)
+        short, mask_dim = None, 4
     if position_bias is not None or sinks is not None:
         is_packed = mask_dim == 1 or (short is not None and short.cu_seqlens is not None)
         if is_packed or cu_seq_lens_q is not None or cache is not None:

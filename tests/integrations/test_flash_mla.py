@@ -1,0 +1,179 @@
+"""FlashMLA's functions beside plain formulas, in float64 and in the dtype of the call."""
+
+import math
+
+import pytest
+import torch
+
+from torch_paged_attn.integrations import flash_mla
+from torch_paged_attn.testing import assert_as_right_as
+
+INF = math.inf
+
+
+def draw(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def formula(q, caches, scale, d_v, sink, dtype):
+    """q (rows, heads, d); caches: rows of keys (n, d) with lists (rows, topk), -1 for none.
+
+    returns: out (rows, heads, d_v) and lse (rows, heads), as FlashMLA defines them
+    """
+    logits, values = [], []
+    for kv, lists in caches:
+        keys = kv.to(dtype)[lists.clamp(min=0).long()]  # (rows, topk, d)
+        scores = torch.einsum("rhd,rnd->rhn", q.to(dtype), keys) * scale
+        logits.append(scores.masked_fill((lists < 0)[:, None], -INF))
+        values.append(keys[..., :d_v])
+    logits, values = torch.cat(logits, -1), torch.cat(values, 1)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.masked_fill(lse == -INF, 0)[..., None]).exp()
+    out = torch.einsum("rhn,rnd->rhd", weights, values)
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(dtype)).nan_to_num()[..., None]
+    return out, lse.masked_fill(lse == -INF, INF)
+
+
+def counted(lists, lengths, past):
+    """Lists whose entries that do not count are -1."""
+    place = torch.arange(lists.shape[-1])
+    if lengths is not None:
+        lists = lists.masked_fill(place >= lengths[:, None], -1)
+    return lists.masked_fill((lists < 0) | (lists >= past), -1)
+
+
+def assert_like(ours, lse, args):
+    golden, golden_lse = formula(*args, torch.float64)
+    theirs, _ = formula(*args, torch.float32)
+    assert_as_right_as(ours, golden, theirs.to(ours.dtype))
+    torch.testing.assert_close(lse, golden_lse.float(), rtol=1e-5, atol=1e-5)
+
+
+SINKS = {
+    "without": None,
+    "sink": torch.tensor([0.5, -3.0, INF, -INF]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS)
+def test_sparse_fwd(sink, counts, dtype):
+    q, kv = draw(9, 4, 72, dtype=dtype), draw(50, 1, 72, seed=1, dtype=dtype)
+    kv[13] = float("nan")  # no list names it
+    lists = torch.stack([torch.randperm(60)[:12] for _ in range(9)]).int()
+    lists[lists == 13] = -1
+    lists[2], lists[5, 3] = -1, 2**31 - 1
+    lengths = torch.tensor([12, 5, 3, 0, 1, 12, 7, 2, 9], dtype=torch.int32) if counts else None
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(
+        q, kv, lists[:, None], 0.1, 64, attn_sink=sink, topk_length=lengths
+    )
+    assert out.shape == (9, 4, 64) and out.dtype == dtype and largest is None
+    kept = counted(lists, lengths, 50)
+    assert_like(out, lse, (q, [(kv[:, 0], kept)], 0.1, 64, sink))
+    assert (out[2] == 0).all() and (lse[2] == INF).all()
+
+
+def test_sparse_fwd_has_gradients():
+    q, kv = (
+        draw(*shape, dtype=torch.float32).requires_grad_() for shape in ((5, 2, 24), (9, 1, 24))
+    )
+    lists = torch.stack([torch.randperm(9)[:4] for _ in range(5)]).int()
+    sink = torch.tensor([0.3, -0.2])
+    out, _, lse = flash_mla.flash_mla_sparse_fwd(q, kv, lists[:, None], 0.2, 16, sink)
+    (out.sum() + lse.sum()).backward()
+    precise = [x.detach().double().requires_grad_() for x in (q, kv)]
+    golden, lse = formula(precise[0], [(precise[1][:, 0], lists)], 0.2, 16, sink, torch.float64)
+    (golden.sum() + lse.sum()).backward()
+    for ours, theirs in zip((q, kv), precise, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS)
+def test_with_kvcache_and_indices(sink, counts, extra):
+    q, cache, second = draw(2, 3, 4, 72), draw(5, 16, 1, 72, seed=1), draw(3, 4, 1, 72, seed=2)
+    lists = torch.stack([torch.randperm(90)[:12] for _ in range(6)]).int()
+    others = torch.stack([torch.randperm(12)[:5] for _ in range(6)]).int()
+    lists[1], others[1], lists[2, 4] = -1, -1, -1
+    lengths = torch.tensor([7, 12], dtype=torch.int32) if counts else None
+    others_length = torch.tensor([0, 4], dtype=torch.int32) if counts else None
+    options = {"topk_length": lengths, "attn_sink": sink}
+    if extra:
+        options |= {
+            "extra_k_cache": second,
+            "extra_indices_in_kvcache": others.view(2, 3, 5),
+            "extra_topk_length": others_length,
+        }
+    schedule, splits = flash_mla.get_mla_metadata()
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 64, schedule, splits, 0.1, indices=lists.view(2, 3, 12), **options
+    )
+    assert out.shape == (2, 3, 4, 64) and out.dtype == q.dtype and lse.shape == (2, 4, 3)
+
+    def of_rows(x):
+        return None if x is None else x.repeat_interleave(3)
+
+    caches = [(cache.flatten(0, 2), counted(lists, of_rows(lengths), 80))]
+    if extra:
+        caches.append((second.flatten(0, 2), counted(others, of_rows(others_length), 12)))
+    rows = lse.transpose(1, 2).flatten(0, 1)
+    assert_like(out.flatten(0, 1), rows, (q.flatten(0, 1), caches, 0.1, 64, sink))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_kvcache_to_all_keys(causal):
+    q, cache = draw(2, 3, 4, 72), draw(6, 16, 1, 72, seed=1)
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    used = torch.tensor([20, 37], dtype=torch.int32)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 64, causal=causal)
+    lists = torch.full((6, 48), -1)
+    for b in range(2):
+        for i in range(3):
+            n = int(used[b]) - (2 - i) * causal
+            place = torch.arange(n)
+            lists[3 * b + i, :n] = table[b, place // 16] * 16 + place % 16
+    args = q.flatten(0, 1), [(cache.flatten(0, 2), lists)], 72**-0.5, 64, None
+    assert_like(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), args)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache"),
+        ({"causal": True}, ValueError, "causal"),
+        ({"extra_k_cache": draw(1, 4, 1, 8)}, ValueError, "extra_indices_in_kvcache"),
+        ({"extra_topk_length": torch.ones(1).int()}, ValueError, "extra_topk_length"),
+        ({"topk_length": torch.ones(3).int()}, ValueError, "topk_length"),
+        ({"attn_sink": torch.ones(3)}, ValueError, "attn_sink"),
+        ({"head_dim_v": 9}, ValueError, "head_dim_v"),
+        ({"indices": torch.zeros(1, 2, 1, dtype=torch.int32)}, ValueError, "indices"),
+        ({"indices": None, "attn_sink": torch.ones(2)}, ValueError, "attn_sink"),
+        ({"indices": None}, TypeError, "block_table"),
+        ({"k_cache": draw(4, 1, 8)}, ValueError, "k_cache"),
+    ],
+)
+def test_refusals_of_with_kvcache(options, error, name):
+    args = {"q": draw(1, 1, 2, 8), "k_cache": draw(1, 4, 1, 8), "head_dim_v": 8}
+    args |= {"block_table": None, "cache_seqlens": None}
+    args["indices"] = torch.zeros(1, 1, 1, dtype=torch.int32)
+    with pytest.raises(error, match=rf"flash_mla_with_kvcache.*{name}"):
+        flash_mla.flash_mla_with_kvcache(**args | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"indexer_topk": 512}, NotImplementedError, "indexer_topk"),
+        ({"topk_length": torch.ones(3).int()}, ValueError, "topk_length"),
+        ({"attn_sink": torch.ones(3)}, ValueError, "attn_sink"),
+        ({"d_v": 9}, ValueError, "d_v"),
+    ],
+)
+def test_refusals_of_sparse_fwd(options, error, name):
+    args = {"q": draw(2, 2, 8), "kv": draw(4, 1, 8), "sm_scale": 1.0, "d_v": 8}
+    args["indices"] = torch.zeros(2, 1, 1, dtype=torch.int32)
+    with pytest.raises(error, match=rf"flash_mla_sparse_fwd.*{name}"):
+        flash_mla.flash_mla_sparse_fwd(**args | options)
