@@ -163,19 +163,24 @@ test-tpu: install
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
 # What needs no GPU (the CPU's kernels, compiling for other chips, counts of kernels) is `make test`'s.
-NO_GPU := cross_compile first_use graphs serving shared_memory
+NO_GPU := cross_compile graphs launcher serving shared_memory
 FUZZ_SECONDS ?= 300
 test-gpu: export PYTHONPATH := $(CURDIR)
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
 	  tests/triton tests/backends --backend triton $(NO_GPU:%=--ignore tests/triton/test_%.py) \
-	  -k "not compiles_to and not compile_to and not rows_compile and not turns_compile"
+	  -k "not compiles_to and not compile_to and not rows_compile and not turns_compile \
+	      and not (few_kernels and not on_this_gpu)"
 	OMP_NUM_THREADS=1 $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
-# The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
-# (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)
+# With another Triton than the one that is installed (make test-triton TRITON=3.9.0): launches, compiling
+# ahead, the kernels that are chosen, and the compile matrix. (Attention is not interpreted: 3.9's interpreter
+# broadcasts a boolean to int32 and refuses it as a mask.) tools/triton_versions.py compares what compiles.
 TRITON ?= 3.9.0
+WITH_ANY_TRITON := test_launcher test_launch_cache test_repeated_calls test_compile_ahead test_cache_key test_hooks
 test-triton: install .triton-$(TRITON)
+	PYTHONPATH=.triton-$(TRITON) OMP_NUM_THREADS=1 $(PYTEST) $(WITH_ANY_TRITON:%=tests/triton/%.py)
+	$(PYTHON) tools/triton_versions.py .triton-$(TRITON) --choices
 	PYTHONPATH=.triton-$(TRITON) HYPOTHESIS_PROFILE=thorough $(PYTEST) \
 	  tests/triton/test_cross_compile.py tests/triton/test_hopper.py -k compile
 

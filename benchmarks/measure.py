@@ -4,7 +4,7 @@ Contenders take turns (A, B, A, B, ...), so that a slow second hurts them all al
 holds wall time and the process's CPU time. With one thread the smallest CPU time counts: being
 descheduled does not show in it. With more, spinning at barriers is CPU time too, so the median wall
 time counts, of those samples during which the process had its cores to itself; without enough of
-them a timing calls itself busy, and nobody should quote it.
+them a timing is marked as busy and should not be quoted.
 """
 
 import dataclasses

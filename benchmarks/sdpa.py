@@ -37,7 +37,7 @@ KEYS = {
 }
 # a batch of four sequences of more keys takes long, and says what one says
 MOST_IN_BATCH = {"decode": 4096, "prefill": 512, "encoder": 512}
-# on a machine with more than this to run, nobody should believe a table
+# a table measured on a busier machine than this is not to be trusted
 QUIET = 0.5
 
 

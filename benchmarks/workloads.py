@@ -95,10 +95,10 @@ def as_written(call: Call) -> Call:
     schema = getattr(torch.ops.paged_attn, call.op).default._schema
     defaults = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
 
-    def is_said(name: str, value: Any) -> bool:
+    def is_shown(name: str, value: Any) -> bool:
         return isinstance(value, Tensor) or name not in defaults or value != defaults[name]
 
-    args = {name: value for name, value in call.args.items() if is_said(name, value)}
+    args = {name: value for name, value in call.args.items() if is_shown(name, value)}
     return dataclasses.replace(call, args=args)
 
 

@@ -1,7 +1,7 @@
 """Serve: 64 prompts of very different lengths by continuous batching over pages.
 
 A small Llama (bytes in, bytes out, grouped-query attention) has learnt Python from the standard
-library's source; it lies in examples/serve-model, and --retrain makes it again, in some minutes. It
+library's source; it is in examples/serve-model, and --retrain makes it again, in some minutes. It
 continues 64 snippets of modules it has not seen, 5 to 1,500 bytes long, through Transformers' own
 continuous batching, `model.generate_batch`: once with `torch_paged_attn`, where `reshape_and_cache`
 writes new keys and values into pages and `flash_varlen` reads them through a block table, and once
@@ -115,7 +115,7 @@ def cut_prompts(texts, count):
 
 @dataclass
 class Run:
-    """A way to answer all prompts: each one's new tokens, and when they came, from the start on."""
+    """A way to answer all prompts: the new tokens of each, and their times since the start."""
 
     name: str
     answers: list

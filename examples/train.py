@@ -116,7 +116,7 @@ def packed_loss(model, batch, **arguments):
 
 
 def varlen_loss(model, batch):
-    """The same, where attention is told about documents by their bounds."""
+    """The same, where attention gets the documents' bounds."""
     lengths = torch.tensor([len(document) for document in batch])
     bounds = pad(lengths.cumsum(0), (1, 0)).int().to(DEVICE)
     longest = int(lengths.max())

@@ -126,11 +126,19 @@ PAGES = {
     ),
     "testing": Page(
         "Testing",
-        "Unstable: accuracy checks for kernels and models of your own.",
+        "Unstable: accuracy checks for kernels and models of your own. `PROBLEMS` run on every"
+        " backend, `EXTENDED` have arguments that a backend may refuse; `DIFFERENTIABLE` and"
+        " `EXTENDED_DIFFERENTIABLE` are those with gradients, `TRAINING` are further ones, and"
+        " `SELECTED` and `SELECTED_DIFFERENTIABLE` are those of `selected_attention`.",
         {
             "torch_paged_attn.testing": (
-                *("assert_accurate", "assert_accurate_gradients", "assert_as_right_as"),
-                *("assert_same_in_float64", "Problem", "Call", "build"),
+                *("assert_accurate", "assert_accurate_gradients"),
+                *("assert_accurate_merge_gradients", "assert_batch_invariant"),
+                *("assert_as_right_as", "assert_same_in_float64", "assert_close_as_baseline"),
+                *("Problem", "Layout", "Selected", "Call", "build", "Truth"),
+                *("Gradients", "MergeGradients"),
+                *("PROBLEMS", "EXTENDED", "DIFFERENTIABLE", "EXTENDED_DIFFERENTIABLE", "TRAINING"),
+                *("SELECTED", "SELECTED_DIFFERENTIABLE"),
             )
         },
     ),
@@ -176,6 +184,9 @@ def entry(name: str, value: Any, level: str) -> Iterator[str]:
     if isinstance(value, str | tuple):
         yield f"```python\n{name} = {value!r}\n```"
         return
+    if isinstance(value, dict):
+        yield f"A dictionary of {len(value)} problems by name, such as `{next(iter(value))}`."
+        return
     yield f"```python\n{signature(name, value)}\n```"
     yield from description(name, value)
     if inspect.isclass(value) and dataclasses.is_dataclass(value):
@@ -208,7 +219,7 @@ def signature(name: str, value: Any) -> str:
     for i, x in enumerate(found.parameters.values()):
         if x.name == "self":
             continue
-        if x.kind is x.KEYWORD_ONLY and x.KEYWORD_ONLY not in kinds[:i]:
+        if x.kind is x.KEYWORD_ONLY and not {x.KEYWORD_ONLY, x.VAR_POSITIONAL} & set(kinds[:i]):
             words.append("*")
         word = {x.VAR_POSITIONAL: "*", x.VAR_KEYWORD: "**"}.get(x.kind, "") + x.name
         if x.annotation is not x.empty:

@@ -14,7 +14,7 @@ fi
 mkdir -p "$root$repository" "$root/wrappers"
 if ! mountpoint -q "$root$repository"; then
   mount --bind "$repository" "$root$repository"
-  mount -o remount,bind,ro "$root$repository"  # whoever removes the folder keeps the repository
+  mount -o remount,bind,ro "$root$repository"  # removing the folder leaves the repository
 fi
 for package in "${packages[@]}"; do
   compiler=${package/clang-/clang++-}

@@ -65,7 +65,7 @@ def breaks(old: str, new: str) -> list[str]:
     was, now = before.positional, after.positional
     found = [f"{x} is now {y}" for x, y in zip(was, now, strict=False) if x != y]
     found += [f"{x} is gone" for x in was[len(now) :]]
-    # whoever passes by name does not mind the order
+    # callers by name do not depend on the order
     found += [f"{x} is gone" for x in before.keyword_only if x not in after.keyword_only]
     names = {_name(x) for x in (*was, *before.keyword_only)}
     added = [x for x in (*now[len(was) :], *after.keyword_only) if _name(x) not in names]

@@ -98,6 +98,10 @@ if (_register := getattr(torch.nn.attention, "register_flash_attention_impl", No
     _register("PAGED_ATTN_SDPA", register_fn=_activate_sdpa)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

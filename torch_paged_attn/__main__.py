@@ -7,6 +7,7 @@ environment variable LOCAL_KERNELS with which Hugging Face programs use this pac
 
 import argparse
 import json
+import signal
 import sys
 
 from torch_paged_attn._doctor import printed, report
@@ -14,6 +15,8 @@ from torch_paged_attn.integrations.hub import local_kernels
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # `| head -n 1` ends it without a traceback
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     summary = __doc__.splitlines()[0].partition(": ")[2]
     parser = argparse.ArgumentParser(prog="python -m torch_paged_attn", description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

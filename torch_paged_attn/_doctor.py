@@ -15,14 +15,14 @@ from torch.nn.attention import current_flash_attention_impl, list_flash_attentio
 from torch_paged_attn import __version__, _processor
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
-from torch_paged_attn.ops.backend import serving
+from torch_paged_attn.ops.backend import dispatch_keys, serving
 
-# device -> the dispatch key its tensors carry
+# dispatch key -> the devices whose tensors carry it
 DEVICES = {
-    "cpu": "CPU",
-    "cuda / rocm": "CUDA",
-    "tpu / neuron (torch_xla)": "XLA",
-    "tpu / neuron (native)": "PrivateUse1",
+    "CPU": "cpu",
+    "CUDA": "cuda / rocm",
+    "XLA": "tpu / neuron (torch_xla)",
+    "PrivateUse1": "tpu / neuron (native)",
 }
 # Neuron's packages -> the module that each installs
 NEURON = {"nki": "nki", "neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx"}
@@ -140,16 +140,17 @@ def vllm_custom() -> dict[str, Any] | None:
 
 def report() -> dict[str, Any]:
     """The report as a dictionary that `json` can print."""
-    devices = {device: answer(key) for device, key in DEVICES.items()}
+    keys = dict.fromkeys([*DEVICES, *dispatch_keys()])
+    devices = {DEVICES.get(key, key.lower()): answer(key) for key in keys}
     cpu = devices["cpu"]
     problems, notes = [], []
     try:
-        isa = torch.ops.paged_attn.cpu_isa() if cpu["backend"] == "cpu" else ""
+        isa, isas = _library.instruction_sets() if cpu["backend"] == "cpu" else ("", [])
     except RuntimeError as error:  # PAGED_ATTN_CPU_ISA names one that is not here
         cpu |= {"backend": None, "ops": [], "reason": str(error).partition("\n")[0], "notes": []}
     if cpu["backend"] == "cpu":
         cpu["instruction_set"] = isa
-        cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
+        cpu["instruction_sets"] = isas
         lines = torch.ops.paged_attn.cpu_isas_missing().splitlines()
         missing = dict(line.split(": ", 1) for line in lines)
         cpu["threads"] = torch.get_num_threads()

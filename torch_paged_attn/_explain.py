@@ -77,7 +77,7 @@ def explain(
     device = paths.tensors_of(given)[0].device
     with torch.no_grad(), unset_fake_temporarily():
         _check(name, given)
-        results = paths.public(name)(**_on_meta(given))
+        results = paths.function_of(name)(**_on_meta(given))
         call = paths.call_of(name, given)
         found = {x.name: x.path_of(name, call, target) for x in reversed(backends())}
     backend, reason = serving_device(device)

@@ -4,7 +4,7 @@ import functools
 import platform
 from pathlib import Path
 
-import torch
+from torch_paged_attn.ops._library import instruction_sets
 
 
 @functools.cache
@@ -30,4 +30,5 @@ def family() -> str:
     known = facts()
     maker = known.get("vendor_id") or known.get("CPU implementer") or platform.machine()
     number = known.get("cpu family") or known.get("CPU part") or platform.system()
-    return f"{maker} {number} {torch.ops.paged_attn.cpu_isa()}"
+    isa, _ = instruction_sets()
+    return f"{maker} {number} {isa}"

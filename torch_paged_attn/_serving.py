@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
+from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.ops.checks import refuse
 
 # numbers of sequences and of queries that are all tried; above, so many to a power of two
 ALL_UP_TO, PARTS = 16, 8
-# queries of the longest sequence, on which a kernel may depend up to so many rows of queries
+# queries of the longest sequence, on which a kernel may depend up to so many rows of queries that
+# share keys (BLOCK_M in the Triton backend)
 FEW, MOST_ROWS = (*range(2, 9), 12, 16, 24, 32, 48, 64), 64
-# longer than that
-LONG = 65
 # keys of the longest sequence: steps of 64 up to the first number, then four to a power of two
 KEYS_IN_STEPS, KEY_STEP = 512, 64
 # pages of the cache of the calls
@@ -89,19 +90,20 @@ class Serving:
     def _queries(self, batch: int) -> Iterator[tuple[int, int]]:
         """All queries, and those of the longest sequence."""
         most = min(self.max_tokens, batch * self.max_length)
-        most_rows = MOST_ROWS * self.num_kv_heads
+        # the first value of max_seqlen_q that says nothing
+        long = max(MOST_ROWS * self.num_kv_heads // self.num_heads, 1) + 1
         if batch <= most:
             yield batch, 1
-        for longest in FEW:
-            if longest > self.max_length or longest * self.num_heads > most_rows:
-                break
+        for longest in sorted({*FEW, long - 1}):
+            if not 1 < longest < min(long, self.max_length + 1):
+                continue
             fuller = (batch + batch * (longest - 1) * i // PARTS for i in range(PARTS + 1))
             for total in {batch + longest - 1, *fuller}:
                 if total <= most:
                     yield total, longest
-        if self.max_length >= LONG:
-            for total in _sizes(most, min(most, batch + LONG - 1)):
-                yield total, LONG
+        if self.max_length >= long:
+            for total in _sizes(most, min(most, batch + long - 1)):
+                yield total, long
 
     def calls(self, device: torch.device) -> list[Callable[[], None]]:
         """The calls on a device. No sequence has a query or a key: kernels return at once."""
@@ -177,12 +179,13 @@ def warm_up(serving: Serving, device: torch.device, num_processes: int) -> int:
     were made there. The device waits for nothing but them. A file in Triton's cache remembers which
     calls these are, for the next start.
     """
-    # Triton must not be imported where there is no GPU
-    from torch_paged_attn.backends.triton.compile_ahead import compile_calls, remembered
-
-    with remembered(repr(serving), device) as known:
+    backend, reason = serving_device(device)
+    compiler = None if backend is None else backend.compiler()
+    if compiler is None:
+        refuse("warm_up", reason or f"there is nothing to compile for {device}")
+    with compiler.remembered(repr(serving), device) as known:
         if known.calls is None:
-            known.calls = compile_calls(serving.calls, device, num_processes)
+            known.calls = compiler.compile_calls(serving.calls, device, num_processes)
     needed = known.calls
     stream = torch.cuda.Stream(device)
     with torch.inference_mode(), torch.cuda.stream(stream):

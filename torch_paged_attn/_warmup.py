@@ -13,6 +13,7 @@ import torch
 
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 
 # numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles
@@ -26,7 +27,7 @@ RAGGED = (257, 1025)
 # `max_seqlen_k`, so that calls are made with and without them
 FEW = 64
 
-# that compile, when nothing is said
+# that compile, by default
 MOST_PROCESSES = 8
 
 
@@ -114,10 +115,9 @@ def warmup(
         options,
     )  # fmt: skip
     if num_processes > 1:
-        # Triton must not be imported where there is no GPU
-        from torch_paged_attn.backends.triton.compile_ahead import compile_ahead
-
-        compile_ahead(make_calls, device, num_processes)
+        backend, _ = serving_device(device)
+        if backend is not None and (compiler := backend.compiler()) is not None:
+            compiler.compile_ahead(make_calls, device, num_processes)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         make_calls(device)

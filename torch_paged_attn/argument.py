@@ -37,6 +37,10 @@ class Argument(NamedTuple):
     in_backward: bool
     # whether the op writes into it
     is_written: bool
+    # a backend need not support it: it then refuses a call that gives it (`ops/lacking.py`)
+    is_optional: bool
+    # a tensor of floats that has no gradient
+    is_constant: bool
 
     @property
     def kind(self) -> str:
@@ -62,6 +66,8 @@ def argument(
     is_hint: bool = False,
     in_backward: bool = True,
     is_written: bool = False,
+    is_optional: bool = False,
+    is_constant: bool = False,
 ) -> Any:
     """A dataclass field that is an argument of the operators.
 
@@ -75,6 +81,8 @@ def argument(
         is_hint=is_hint,
         in_backward=in_backward,
         is_written=is_written,
+        is_optional=is_optional,
+        is_constant=is_constant,
     )
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -56,13 +56,14 @@ DESCALE: dict[str, Any] = {
     "per_sequence": 2,
     "meaning": "Stored value times descale is the real value.",
     "in_backward": False,
+    "is_constant": True,
 }
 WINDOW = "Keys seen before (left) and after (right) the position, inclusive; negative: unbounded."
 
 KEY_RANKS = (
     "A cache dealt out over ranks, in runs of `I = key_interleave` keys: key `j` stands at position"
     " `(j // I) * I * key_ranks + key_rank * I + j % I`. Masks, windows, ALiBi and block columns"
-    " compare positions."
+    " compare positions. At most 32768 ranks."
 )
 
 
@@ -121,6 +122,7 @@ class AttentionCall:
     )
     alibi_slopes: Tensor | None = argument(
         None,
+        is_constant=True,
         shape="`(num_heads,)` or `(batch, num_heads)` float32",
         per_sequence=2,
         meaning="Slope of each head's bias on the distance between query and key.",
@@ -133,6 +135,7 @@ class AttentionCall:
     v_descale: Tensor | None = argument(None, **DESCALE)
     out_scale: Tensor | None = argument(
         None,
+        is_constant=True,
         shape="`()` or `(1,)` float32",
         in_backward=False,
         meaning="For a float8 output: stored = real / out_scale, rounded to nearest even and"
@@ -147,6 +150,7 @@ class AttentionCall:
     )
     q_latent: Tensor | None = argument(
         None,
+        is_optional=True,
         shape="`(total_q, num_heads, head_dim_v)`",
         in_backward=False,
         meaning="Of q's dtype, with q's descale; any strides whose last one is 1. Adds"
@@ -155,12 +159,14 @@ class AttentionCall:
     )
     tail_mask: Tensor | None = argument(
         None,
+        is_optional=True,
         shape="`(total_q, >= max Lq)` bool",
         meaning="Any strides: whether query token `i` sees the newest Lq keys of its sequence,"
         " column `c` being key `Lk - Lq + c` (tree verification). All other keys it sees.",
     )
     k_start: Tensor | None = argument(
         None,
+        is_optional=True,
         shape="`(batch,)` int32",
         per_sequence=1,
         meaning="Packed keys only: a sequence's keys are rows `k_start` to `k_start + Lk - 1`."
@@ -168,6 +174,7 @@ class AttentionCall:
     )
     q_position: Tensor | None = argument(
         None,
+        is_optional=True,
         shape="`(batch,)` int32",
         per_sequence=1,
         meaning="Position of a sequence's first query, instead of `Lk - Lq`; may be negative.",
@@ -198,14 +205,15 @@ class AttentionCall:
     )
     batch_invariant: bool = argument(
         False,
+        is_optional=True,
         in_backward=False,
         meaning="The bits of a query depend on its sequence alone: not on the batch, the chunking"
         " of its prompt, nor on decode or prefill. `PAGED_ATTN_BATCH_INVARIANT=1` asks this of all"
         " calls.",
     )
-    key_ranks: int = argument(1, meaning=KEY_RANKS)
-    key_rank: int = argument(0, meaning=KEY_RANKS)
-    key_interleave: int = argument(1, meaning=KEY_RANKS)
+    key_ranks: int = argument(1, meaning=KEY_RANKS, is_optional=True)
+    key_rank: int = argument(0, meaning=KEY_RANKS, is_optional=True)
+    key_interleave: int = argument(1, meaning=KEY_RANKS, is_optional=True)
     layout: BlockLayout | None = None
     selection: Selection | None = None
     out: Tensor | None = None

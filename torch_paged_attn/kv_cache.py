@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.checks import FLOAT, QUANTISED, fail, names
 from torch_paged_attn.page_pool import PagePool
 
 
@@ -91,13 +92,15 @@ class _Sequence:
 
 
 class PagedKVCache:
-    """Keys and values of many sequences in pages of one tensor.
+    """Keys and values of many sequences in pages.
 
     kv_cache: (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim), uninitialised;
         `kv_cache[layer]` is what `reshape_and_cache` takes, and unpacks into k and v
+    head_dim_v: of the values; None: head_dim. If it differs, kv_cache is as with `separate`
     separate: kv_cache is instead a list with a pair of tensors (k, v) for each layer. Use it on a
         TPU, where XLA copies a slice of a tensor
-    dtype: any dtype of the ops' caches, the 8-bit ones included; None: torch's default
+    dtype: any dtype of the ops' caches, the 8-bit ones included; None: torch's default. ValueError
+        for another
 
     Any hashable object names a sequence. Write the keys and values of appended tokens before the
     next append or fork of their sequence, and before the attention of their batch: pages are shared
@@ -113,23 +116,32 @@ class PagedKVCache:
         page_size: int,
         head_dim: int,
         *,
+        head_dim_v: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         separate: bool = False,
     ) -> None:
-        # plain integers, whatever integers came
+        # plain integers, whatever integers were given
         num_layers = _whole("PagedKVCache", "num_layers", num_layers, 1)
         num_pages = _whole("PagedKVCache", "num_pages", num_pages, 1)
         num_kv_heads = _whole("PagedKVCache", "num_kv_heads", num_kv_heads, 1)
         page_size = _whole("PagedKVCache", "page_size", page_size, 1)
         head_dim = _whole("PagedKVCache", "head_dim", head_dim, 1)
-        page = num_pages, num_kv_heads, page_size, head_dim
+        dims = [head_dim] * 2
+        if head_dim_v is not None:
+            dims[1] = _whole("PagedKVCache", "head_dim_v", head_dim_v, 1)
+        if (dtype or torch.get_default_dtype()) not in (*FLOAT, *QUANTISED):
+            got = names((dtype or torch.get_default_dtype(),))
+            fail("PagedKVCache", "dtype", got, names((*FLOAT, *QUANTISED)))
+        page = num_pages, num_kv_heads, page_size
         self.kv_cache: Any
-        if separate:
-            parts = (torch.empty(page, dtype=dtype, device=device) for _ in range(2 * num_layers))
+        if separate or dims[0] != dims[1]:
+            shapes = [(*page, dim) for dim in dims] * num_layers
+            parts = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             self.kv_cache = list(zip(parts, parts, strict=True))
         else:
-            self.kv_cache = torch.empty((num_layers, 2, *page), dtype=dtype, device=device)
+            shape = num_layers, 2, *page, head_dim
+            self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -137,11 +149,17 @@ class PagedKVCache:
 
     @staticmethod
     def bytes_per_token(
-        num_layers: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype | None = None
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of one token's keys and values in all layers together."""
         size = (dtype or torch.get_default_dtype()).itemsize
-        return 2 * num_layers * num_kv_heads * head_dim * size
+        dims = head_dim + (head_dim if head_dim_v is None else head_dim_v)
+        return num_layers * num_kv_heads * dims * size
 
     @staticmethod
     def pages_for(lengths: Sequence[int], page_size: int) -> int:

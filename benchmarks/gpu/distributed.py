@@ -1,4 +1,4 @@
-"""Attention over several GPUs beside one, all in one run: what is right first, then what it takes.
+"""Attention over several GPUs beside one, all in one run: accuracy first, then time.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/distributed.py [--json OUT] [--only PART ...]
 

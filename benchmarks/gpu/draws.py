@@ -1,6 +1,6 @@
 """Serving steps drawn from a seed: what an engine may send, as plain numbers.
 
-Nobody can tune to them: figures that are published come from seeds that were not used while tuning.
+They cannot be tuned to: published figures come from seeds that were not used while tuning.
 """
 
 import dataclasses

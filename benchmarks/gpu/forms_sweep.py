@@ -44,7 +44,7 @@ from torch_paged_attn.backends.triton.tuning import hopper as hopper_configs
 MULTIPROCESSORS = 132
 EACH_SECONDS, MOST_ROUNDS, MOST_CALLS = 0.02, 5, 12
 
-# what is in question: tiles of decodes, and of guessed tokens; keys of these; queries of others
+# what is in question: tiles of decodes, and of draft tokens; keys of these; queries of others
 MOST_TILES, MOST_GUESSED, MOST_REACH, MOST_QUERIES = 300, 400, 32768, 2500
 
 # portable tiles: BLOCK_N, warps, stages, programs of a multiprocessor, fewest keys of a piece

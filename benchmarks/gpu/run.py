@@ -28,6 +28,7 @@ import attention
 import backward
 import blocksparse
 import cache_write
+import first_call
 import float8
 import host
 import latent
@@ -38,7 +39,7 @@ import triton
 
 MODULES = (
     *(attention, float8, latent, backward, train_step),
-    *(portable, blocksparse, cache_write, host),
+    *(portable, blocksparse, cache_write, host, first_call),
 )
 PARTS = {part.__name__: part for part in MODULES}
 

@@ -130,7 +130,7 @@ def ours(b: Batch, call: int) -> torch.Tensor:
 
 
 def peers(b: Batch, fa3: Any) -> dict[str, Callable[[int], torch.Tensor]]:
-    """What of the peers can do the step; each call is told which one it is."""
+    """The peers that can run the step; each call gets its number."""
     step, dtype = b.step, b.q.dtype
     found: dict[str, Callable[[int], torch.Tensor]] = {}
     window = (step.window, 0) if step.window >= 0 else (-1, -1)
@@ -294,7 +294,7 @@ def compile_step(step: Step) -> float:
             b.used = b.used.clamp(max=1)
         ours(b, 0)
         torch.cuda.synchronize()
-    except Exception:  # it is said where the step is measured
+    except Exception:  # it is reported where the step is measured
         return -1.0
     finally:
         gc.collect()

@@ -3,7 +3,7 @@
     python benchmarks/gpu/warmup.py --seed 900 --steps 300 --json OUT
 
 A day is one model's steps (32/8 heads of 128, pages of 16), drawn as in `draws.py`: decodes,
-guessed tokens, chunks of prompts and mixed batches of all sizes, each with its cache write. Each of
+draft tokens, chunks of prompts and mixed batches of all sizes, each with its cache write. Each of
 three days begins in a process of its own with nothing compiled: one without `warmup`, one that
 calls it first, one that serves while a thread calls it. A step that takes the host longer than
 `STALL` is a stall.

@@ -162,7 +162,7 @@ def _kernel(
 
 
 def _as_stored(table: np.ndarray, name: str, hlo: str) -> np.ndarray:
-    """A table as it lies in memory: what has two dimensions or more lies there in tiles."""
+    """A table's bytes in memory, where two dimensions or more are stored in tiles."""
     if table.ndim < 2:
         return table.reshape(-1)
     layout = re.search(rf"%{re.escape(name)} = \w+\[[\d,]*\]\{{[\d,]*:T\((\d+),(\d+)\)", hlo)

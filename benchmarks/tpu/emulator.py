@@ -210,7 +210,7 @@ class _Machine:
         self.in_flight: dict[str, list[Any]] = {}  # results that a later pop takes
         self.smem: dict[int, int] = {}
         self.semaphores: collections.Counter[int] = collections.Counter()
-        # semaphore -> (cycle of arrival, granules) of DMAs that nobody has waited for
+        # semaphore -> (cycle of arrival, granules) of DMAs that have not been waited for
         self.arriving: dict[int, list[tuple[float, int]]] = collections.defaultdict(list)
         self.hbm_free_at = 0.0
         self.counts = Counts()

@@ -56,16 +56,16 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
   return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
 }
 
-// Memory that is prefetched while a product runs, `pace` cache lines for each register tile: `rows`
-// rows of `row_bytes`, with `step` bytes from one to the next, but `jump` bytes after each `group`.
+// Memory that is prefetched while a product runs, `per_call` cache lines for each register tile:
+// `rows` rows of `row_bytes`, `step` bytes from one to the next, but `jump` after each `group`.
 struct Fetch {
   const char* at = nullptr;
   int64_t row_bytes = 0, step = 0, jump = 0, group = 1, rows = 0;
-  int64_t row = 0, byte = 0, pace = 0;
+  int64_t row = 0, byte = 0, per_call = 0;
 
   PAGED_ATTN_INLINE int64_t lines() const { return rows * ((row_bytes + 63) / 64); }
-  PAGED_ATTN_INLINE void beat() {
-    for (int64_t i = 0; i < pace && row < rows; ++i) {
+  PAGED_ATTN_INLINE void issue() {
+    for (int64_t i = 0; i < per_call && row < rows; ++i) {
       __builtin_prefetch(at + byte, 0, 2);
       byte += 64;
       if (byte < row_bytes) continue;
@@ -90,13 +90,13 @@ struct Matrix {
     constexpr int ROWS = Product::ROWS, PANEL = Product::PANEL;
     float ones[ROWS];
     for (float& x : ones) x = 1.f;
-    const int64_t beats = ((end - begin + PANEL - 1) / PANEL) * ((rows + ROWS - 1) / ROWS);
-    fetch.pace = (fetch.lines() + beats - 1) / beats;
+    const int64_t calls = ((end - begin + PANEL - 1) / PANEL) * ((rows + ROWS - 1) / ROWS);
+    fetch.per_call = (fetch.lines() + calls - 1) / calls;
     for (int64_t i = begin, n; i < end; i += n) {
       n = min64(PANEL - i % PANEL, end - i);
       const float* panel = b + i / PANEL * stride_b + i % PANEL;
       for (int64_t r = 0; r < rows; r += ROWS) {
-        fetch.beat();
+        fetch.issue();
         const float* keep = add ? ones : nullptr;
         for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = ones)
           ::multiply<Product>(int(n / W), a + r * stride_a + d, stride_a, panel + d * PANEL,

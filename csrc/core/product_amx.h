@@ -22,7 +22,7 @@ constexpr IntegerTable INTEGERS;
 struct AmxProduct : PairProduct {
   static constexpr int GRAIN = 16;
   static constexpr int ROWS = 32;
-  static constexpr int PANEL = 32;  // the columns of a step adjoin in memory
+  static constexpr int PANEL = 32;  // the columns of a step are contiguous
 
   // The operands of a cache line's numbers, or of the first n of them and zeros. 8-bit ones, which
   // make two vectors, are looked up 64 at a time: on Intel that saves a third of the shuffles.
@@ -75,9 +75,9 @@ PAGED_ATTN_INLINE __m512i round_upper(F x) {
   return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 }
 
-// The product of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that
+// The product of probabilities and values in prefill_amx.h: keys 16 apart are a pair, so that
 // sixteen consecutive keys are the same half of all operands of a tile.
-// attention_rows_amx_in_order.h depends on that.
+// decode_amx_invariant.h depends on that.
 struct AmxValueProduct : AmxProduct {
   static constexpr int APART = W;
   static PAGED_ATTN_INLINE F narrow(const F* x) {
@@ -141,7 +141,7 @@ struct alignas(64) AmxRegisters {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Registers for attention_rows_amx.h with that many rows. 0: keys or values. 1 and 2: queries and
+// Registers for decode_amx.h with that many rows. 0: keys or values. 1 and 2: queries and
 // scores, (16, ROWS). 3 to 7: probabilities and sums, each row twice, 16 rows at most.
 template <int ROWS>
 struct AmxRowsRegisters : AmxRegisters {
@@ -257,9 +257,9 @@ struct Matrix<AmxProduct> {
                     add,
                     0,
                     0};
-    fetch.pace = (fetch.lines() + work.left() - 1) / work.left();
+    fetch.per_call = (fetch.lines() + work.left() - 1) / work.left();
     while (work.panels > 0) {
-      fetch.beat();
+      fetch.issue();
       work.take();
     }
   }

@@ -51,8 +51,8 @@ struct Matrix<AmxHalfProduct> {
     constexpr int PANEL = AmxHalfProduct::PANEL;
     constexpr int64_t STEP = AmxHalfProduct::GRAIN;
     const int64_t chains = (depth + MAX_CHAIN - 1) / MAX_CHAIN;
-    const int64_t beats = ((end - begin + PANEL - 1) / PANEL) * chains * ((rows + 31) / 32);
-    fetch.pace = (fetch.lines() + beats - 1) / beats;
+    const int64_t calls = ((end - begin + PANEL - 1) / PANEL) * chains * ((rows + 31) / 32);
+    fetch.per_call = (fetch.lines() + calls - 1) / calls;
     alignas(64) float space[MAX_CHAIN * PANEL];
     float* turned = space;
     asm("" : "+r"(turned));  // hides its size: `declare_read` reads more bytes than this array has
@@ -65,7 +65,7 @@ struct Matrix<AmxHalfProduct> {
           for (int64_t j = 0; j < n; j += W)
             store(turned + k * PANEL + j, turn(load(columns + k * PANEL + j)));
         for (int64_t r = 0; r < rows; r += 2 * W) {
-          fetch.beat();
+          fetch.issue();
           square(a + r * stride_a + d, stride_a, columns, turned, c + r * stride_c + i, stride_c,
                  steps, n > W, rows - r > W, add || d > 0);
         }

@@ -56,18 +56,20 @@ struct FixedProduct {
   static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return PairProduct::exp2_for_operand(x); }
 
   static PAGED_ATTN_INLINE F to_float(I sum) { return (F)_mm512_cvtepi32_ps((__m512i)sum); }
-  static PAGED_ATTN_INLINE F dots(I sum, const float* units) { return to_float(sum) * load(units); }
+  static PAGED_ATTN_INLINE F dots(I sum, const float* lane_scales) {
+    return to_float(sum) * load(lane_scales);
+  }
   static PAGED_ATTN_INLINE I begin(F) { return I{}; }
   static PAGED_ATTN_INLINE F add_up(I sum, F acc, float weight) {
     return fma(to_float(sum), set1(weight), acc);
   }
 
-  // Turns a row of operands of bfloat16 pairs into one of integers, in place, and writes the units
-  // of its lanes. `low`: what that rounding took away, as integers with units 2^15 times as small.
+  // Turns a row of operands of bfloat16 pairs into one of integers, in place, and writes the scales
+  // of its lanes. `low`: what that rounding took away, as integers with scales 2^15 times as small.
   // Returns the sum of squares of what was taken away; it is not finite if some number of the row
   // is not.
-  static inline float fix_row(float* row, int64_t operands, float* units, float* low,
-                              float* low_units) {
+  static inline float quantize_row(float* row, int64_t operands, float* lane_scales, float* low,
+                                   float* low_scales) {
     const auto numbers = [&](int64_t d, F* x) __attribute__((always_inline)) {
       const U pair = bits(load(row + d));
       x[0] = as_float(pair << 16);
@@ -100,8 +102,8 @@ struct FixedProduct {
       store(row + d, pair_up(x));
       store(low + d, pair_up(rest));
     }
-    store(units, unit);
-    store(low_units, unit * set1(0x1p-15f));
+    store(lane_scales, unit);
+    store(low_scales, unit * set1(0x1p-15f));
     return reduce_add(lost);
   }
 

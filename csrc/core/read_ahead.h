@@ -25,7 +25,7 @@ class ReadAhead {
         into_second(ahead_bytes > AHEAD_BYTES || paged_attn::reads_ahead_into_second_level) {}
 
   // Puts the cursor where it has to be when the first key of `block` is about to be read.
-  PAGED_ATTN_INLINE void enter(const KeyBlock& block, const KeyBlock& following) {
+  PAGED_ATTN_INLINE void seek(const KeyBlock& block, const KeyBlock& following) {
     next = &following;
     chunk = {&block, false, 0};
     outer = inner = 0;
@@ -38,7 +38,7 @@ class ReadAhead {
 
   // The next `bytes` from the cursor on, which moves past them. The caller prefetches them line by
   // line while it reads as many.
-  PAGED_ATTN_INLINE const char* claim(int64_t bytes) {
+  PAGED_ATTN_INLINE const char* advance(int64_t bytes) {
     const char* from = at;
     at += bytes;
     if (at >= end) leave_run();
@@ -47,12 +47,12 @@ class ReadAhead {
 
   // Prefetches the lines that begin among elements [begin, begin + n) after `start`, where a line
   // begins.
-  PAGED_ATTN_INLINE void ask(const T* start, int64_t begin, int n) const {
+  PAGED_ATTN_INLINE void prefetch(const T* start, int64_t begin, int n) const {
     constexpr int LINE = CACHE_LINE / int(sizeof(T));
     if (n < LINE && begin % LINE >= n) return;
     asm volatile("");  // or the compiler would gather prefetches, and they come in bursts
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i += LINE) ask_for_line(start + begin + i);
+    for (int i = 0; i < n; i += LINE) prefetch_line(start + begin + i);
   }
 
  private:
@@ -69,7 +69,7 @@ class ReadAhead {
   const bool into_second;
   const KeyBlock* next;
   Chunk chunk;
-  // Where the run begins: the inner index is that of a token's heads where those adjoin in memory,
+  // Where the run begins: the inner index is that of a token's heads where those are contiguous,
   // else that of a head's columns.
   int outer, inner, rows;
   const char *at, *end;
@@ -77,7 +77,7 @@ class ReadAhead {
   // Into L1 by way of the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5,
   // and half as fast on Emerald Rapids. Into L2 where L1 would evict the line before it is read, or
   // is slow to load it.
-  PAGED_ATTN_INLINE void ask_for_line(const void* p) const {
+  PAGED_ATTN_INLINE void prefetch_line(const void* p) const {
     if (into_second)
       __builtin_prefetch(p, 0, 2);
     else
@@ -86,11 +86,11 @@ class ReadAhead {
   PAGED_ATTN_INLINE const paged_attn::KeyValue& tensor(const Chunk& x) const {
     return x.values ? a.v : a.k;
   }
-  PAGED_ATTN_INLINE bool heads_adjoin(const Chunk& x) const {
+  PAGED_ATTN_INLINE bool heads_contiguous(const Chunk& x) const {
     return tensor(x).stride_head < tensor(x).stride_token;
   }
   PAGED_ATTN_INLINE const T* row(const Chunk& x, int from_outer, int from_inner) const {
-    const bool by_token = heads_adjoin(x);
+    const bool by_token = heads_contiguous(x);
     const int head = by_token ? from_inner : from_outer, c = by_token ? from_outer : from_inner;
     const int64_t* offset = x.values ? x.block->v_offset : x.block->k_offset;
     return (const T*)tensor(x).data + (first_head + head) * tensor(x).stride_head +
@@ -103,7 +103,7 @@ class ReadAhead {
 
   // A run has no gap: all rows of an outer index, or else a single row.
   PAGED_ATTN_INLINE void enter_run() {
-    const int inners = heads_adjoin(chunk) ? heads : columns;
+    const int inners = heads_contiguous(chunk) ? heads : columns;
     const int64_t row_elements = chunk.values ? a.head_dim_v : a.head_dim;
     const T* first = row(chunk, outer, inner);
     rows = 1;
@@ -121,12 +121,12 @@ class ReadAhead {
     int64_t left = at - end;
     for (next_run(); left > 0 && left >= end - at; next_run()) {
       left -= end - at;
-      for (; at < end; at += CACHE_LINE) ask_for_line(at);
+      for (; at < end; at += CACHE_LINE) prefetch_line(at);
     }
-    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) ask_for_line(at);
+    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) prefetch_line(at);
   }
   PAGED_ATTN_INLINE void next_run() {
-    const bool by_token = heads_adjoin(chunk);
+    const bool by_token = heads_contiguous(chunk);
     inner += rows;
     if (inner == (by_token ? heads : columns)) {
       inner = 0;

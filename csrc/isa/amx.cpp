@@ -2,10 +2,10 @@
 // again by AVX-512-BF16.
 #include "../core/product_amx_halves.h"
 #include "../kernels.h"
-#include "../kernels/attention_amx.h"
+#include "../kernels/prefill_amx.h"
 #include "../kernels/attention_backward.h"
-#include "../kernels/attention_rows_amx.h"
-#include "../kernels/attention_rows_amx_in_order.h"
+#include "../kernels/decode_amx.h"
+#include "../kernels/decode_amx_invariant.h"
 
 namespace {
 
@@ -41,7 +41,7 @@ template <int ROWS>
 bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, float* workspace) {
   static constexpr AmxRowsRegisters<ROWS> registers;
   _tile_loadconfig(&registers);
-  const bool finite = attend_rows_by_tiles<ROWS>(a, sequence_at(a, task.sequence), task, workspace);
+  const bool finite = decode_amx<ROWS>(a, sequence_at(a, task.sequence), task, workspace);
   _tile_release();
   return finite;
 }
@@ -51,9 +51,9 @@ void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* wo
   const int64_t wanted = register_rows(rows);
   if (a.batch_invariant) {
     const Sequence s = sequence_at(a, task.sequence);
-    return wanted == 4   ? attend_rows_in_order<4>(a, s, task, workspace)
-           : wanted == 8 ? attend_rows_in_order<8>(a, s, task, workspace)
-                         : attend_rows_in_order<16>(a, s, task, workspace);
+    return wanted == 4   ? decode_amx_invariant<4>(a, s, task, workspace)
+           : wanted == 8 ? decode_amx_invariant<8>(a, s, task, workspace)
+                         : decode_amx_invariant<16>(a, s, task, workspace);
   }
   const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
                     : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
@@ -75,7 +75,7 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
   if (task.few_rows) return attend_few_rows(a, task, workspace);
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
-  attend_by_tiles(a, sequence_at(a, task.sequence), task, workspace);
+  prefill_amx(a, sequence_at(a, task.sequence), task, workspace);
   _tile_release();
 }
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention_backward.h"
-#include "attention_rows.h"
-#include "attention_tile.h"
+#include "decode.h"
+#include "prefill.h"
 
 namespace {
 
@@ -33,14 +33,14 @@ PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
 // result may depend on which groups share a task.
 void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_attn::Task task,
                                 float* workspace) {
-  if (attend_rows<FixedProduct>(a, s, task, workspace)) return;
+  if (decode<FixedProduct>(a, s, task, workspace)) return;
   const int32_t end = task.group_end;
   const int64_t rows = rows_of(a, task);
   const bool alone = end - task.group_begin == 1;
   for (; task.group_begin < end; ++task.group_begin) {
     task.group_end = task.group_begin + 1;
-    if (alone || !attend_rows<FixedProduct>(a, s, task, workspace))
-      attend_rows<PairProduct>(a, s, task, workspace);
+    if (alone || !decode<FixedProduct>(a, s, task, workspace))
+      decode<PairProduct>(a, s, task, workspace);
     if (task.partial >= 0) task.partial += rows * partial_row_floats(a);
   }
 }
@@ -71,9 +71,9 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
   with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;
     if (task.few_rows)
-      attend_rows<Product>(a, s, task, workspace);
+      decode<Product>(a, s, task, workspace);
     else
-      attend_tile<Product>(a, s, task, workspace);
+      prefill_tile<Product>(a, s, task, workspace);
   });
 }
 

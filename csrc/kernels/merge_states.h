@@ -17,9 +17,11 @@ PAGED_ATTN_INLINE F load_strided(const T* p, int64_t stride, int n) {
   return load(gathered, W);
 }
 
+// -inf of a row that saw no key, for which FlashAttention-2 has +inf.
 PAGED_ATTN_INLINE float part_lse(const paged_attn::MergeStates::Part& part, int64_t token,
                                  int64_t head) {
-  return part.lse[head * part.lse_stride_head + token * part.lse_stride_token];
+  const float lse = part.lse[head * part.lse_stride_head + token * part.lse_stride_token];
+  return lse == INFINITY ? -INFINITY : lse;
 }
 
 inline void merge_row(const paged_attn::MergeStates& s, int64_t token, int64_t head) {

@@ -15,7 +15,7 @@ PAGED_ATTN_INLINE void merge_row_backward(const paged_attn::MergeStatesBackward&
   const auto row_of = [&](const paged_attn::MergeStates::Part& x) __attribute__((always_inline)) {
     return (const T*)x.out + token * x.stride_token + head * x.stride_head;
   };
-  const float lse = lse_of(part.state);
+  const float lse = part_lse(part.state, token, head);
   T* dout = (T*)part.dout + (token * s.num_heads + head) * s.head_dim_v;
   float& dlse = part.dlse[head * s.total_q + token];
   if (lse == -INFINITY) {  // no gradient, whatever else its row has

@@ -30,7 +30,7 @@ class Scratch {
     return data_;
   }
 
-  // Frees a buffer that has become large. To be called when nobody uses it.
+  // Frees a buffer that has become large. To be called when it is not in use.
   void trim() {
     if (capacity_ * int64_t(sizeof(float)) <= KEPT_BYTES) return;
     std::free(data_);

@@ -19,7 +19,7 @@ const int32_t* dtype_codes() {
   return codes;
 }
 
-// A large output is most often memory that nobody has touched yet, and a page fault for every 4 KB
+// A large output is most often memory that was not touched yet, and a page fault for every 4 KB
 // of it would take a quarter of a sparse prefill.
 void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__)

@@ -53,6 +53,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "over(cases): what a test runs over, by name; it takes `case`"
     )
+    config.addinivalue_line(
+        "markers", "lacking: runs over the problems with an argument that the runner refuses"
+    )
     for asked in config.getoption("--backend"):
         if not names_of(asked):
             raise pytest.UsageError(f"--backend {asked}; there are {', '.join(RUNNERS)}")
@@ -74,6 +77,14 @@ def pytest_generate_tests(metafunc):
     brief = metafunc.config.getoption("--sample")
     over = metafunc.definition.get_closest_marker("over")
     test = metafunc.function.__name__.removeprefix("test_")
+    if "refusal" in metafunc.fixturenames:
+        pairs = [(r, x) for r in runners for x in runners[r].refusals]
+        parametrize(metafunc, "refusal", runners, [(r, x[0], x) for r, x in pairs])
+        return
+    if metafunc.definition.get_closest_marker("lacking") is not None:
+        pairs = [(r, p) for r in runners for p in ALL.values() if lacked(runners[r], p)]
+        parametrize(metafunc, "case", runners, [(r, p.name, p) for r, p in pairs])
+        return
     if over is None:
         names = [name for name in runners if chosen(name, test, (test,), is_brief=brief)]
         metafunc.parametrize("runner", [runners[n] for n in names], ids=names, indirect=True)
@@ -83,10 +94,15 @@ def pytest_generate_tests(metafunc):
     pairs = [(r, c) for r, c in pairs if not lacked(runners[r], cases[c])]
     if metafunc.definition.get_closest_marker("gradients") is not None:
         pairs = [(r, c) for r, c in pairs if no_gradients(runners[r], cases[c]) is None]
+    parametrize(metafunc, "case", runners, [(r, c, cases[c]) for r, c in pairs])
+
+
+def parametrize(metafunc, argument, runners, rows):
+    """Over (the runner's name, the value's name, the value of `argument`)."""
     metafunc.parametrize(
-        ("runner", "case"),
-        [(runners[r], cases[c]) for r, c in pairs],
-        ids=[f"{r}-{c}" for r, c in pairs],
+        ("runner", argument),
+        [(runners[r], value) for r, _, value in rows],
+        ids=[f"{r}-{name}" for r, name, _ in rows],
         indirect=["runner"],
     )
 

@@ -108,7 +108,7 @@ def test_gradients_alone(case, runner):
 
 @few
 def test_gradients_unseen_memory(case, runner):
-    """What nobody may look at is NaN in every problem, and zero here: no bit changes."""
+    """Memory that no query may see is NaN in every problem, and zero here: no bit changes."""
     call, *given = forward(case, runner)
     first = runner.gradients(call, *given)
     for name in ("q", "k", "v", "attn_bias"):
@@ -194,7 +194,7 @@ def test_gradients_only_read(case, runner):
 
 @one
 def test_gradients_of_nothing(case, runner):
-    """An empty batch has none: keys that nobody sees have gradients 0."""
+    """An empty batch has none: keys that no query sees have gradients 0."""
     for seqs in ((), ((0, 0),), ((0, 7),), ((7, -7),)):
         call, *given = forward(dataclasses.replace(case, seqs=seqs, dropout_p=0.0), runner)
         found = runner.gradients(call, *given)

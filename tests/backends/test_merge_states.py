@@ -67,12 +67,31 @@ def test_merge_of_far_logits(case, runner):
     assert_accurate(*runner.merge(*args), Truth.of(reference.merge_states, *args))
 
 
-@pytest.mark.over({"inf": INF, "nan": float("nan")})
-def test_merge_of_what_is_not_finite(case, runner):
+def test_merge_of_what_is_no_number(runner):
     """Is NaN, and no sum of some of the parts."""
     out = torch.ones(3, 2, 4)
-    merged, _ = runner.merge(out, torch.full((2, 3), case), out, torch.full((2, 3), 0.5))
+    merged, _ = runner.merge(out, torch.full((2, 3), float("nan")), out, torch.full((2, 3), 0.5))
     assert merged.isnan().all()
+
+
+# the lse of a row that saw no key, here and in FlashAttention-2
+NOTHING = {"-inf": -INF, "inf": INF}
+
+
+@pytest.mark.over(NOTHING)
+def test_merge_with_rows_that_saw_nothing(case, runner):
+    """They have no weight, whatever their `out` holds, and no gradient."""
+    out_a, lse_a, out_b, lse_b = states(torch.float32)
+    lse_b[:] = case
+    parts = out_a, lse_a, torch.full_like(out_b, float("nan")), lse_b
+    seen = (lse_a > -INF).mT[..., None]
+    for found in (runner.merge(*parts), runner.merge(parts[::2], parts[1::2])):
+        assert torch.equal(found[0], out_a.where(seen, 0.0))
+        assert torch.equal(found[1], lse_a)
+    dout, dlse = torch.ones_like(out_a), torch.ones_like(lse_a)
+    found = runner.merge_gradients(dout, dlse, *parts, out_a.where(seen, 0.0), lse_a)
+    assert torch.equal(found[0], dout.where(seen, 0.0))
+    assert (found[2] == 0).all() and (found[3] == 0).all()
 
 
 @pytest.mark.over(DTYPES)
@@ -91,17 +110,20 @@ def test_merge_gradients_agree(case, runner):
     assert_accurate_merge_gradients(found, truth)
 
 
-def test_merge_gradients_nothing(runner):
+@pytest.mark.over(NOTHING)
+def test_merge_gradients_nothing(case, runner):
     """Parts that saw no key have none, nor have rows that no part saw."""
     nan = float("nan")
-    out, lse = torch.full((3, 2, 4), nan), torch.full((2, 3), -INF)
+    out, lse = torch.full((3, 2, 4), nan), torch.full((2, 3), case)
     dout, dlse = torch.full((3, 2, 4), nan), torch.full((2, 3), nan)
-    found = runner.merge_gradients(dout, dlse, out, lse, out, lse, torch.zeros(3, 2, 4), lse)
+    merged = torch.zeros(3, 2, 4), torch.full((2, 3), -INF)
+    found = runner.merge_gradients(dout, dlse, out, lse, out, lse, *merged)
     assert all((x == 0).all() for x in found)
 
 
-def test_merge_nothing(runner):
-    out, lse = (torch.full((3, 2, 4), float("nan")), torch.full((2, 3), -INF))
+@pytest.mark.over(NOTHING)
+def test_merge_nothing(case, runner):
+    out, lse = (torch.full((3, 2, 4), float("nan")), torch.full((2, 3), case))
     merged, merged_lse = runner.merge(out, lse, out, lse)
     assert (merged == 0).all() and (merged_lse == -INF).all()
 

@@ -25,6 +25,26 @@ def test_table(name):
         assert set(cases) <= set(sample.cases.get(test, cases)), f"more of {test} with --sample"
 
 
+# the folder of a device's own tests -> what runs all of them, where its files change and each night
+SUITES = {
+    "tpu": "test-tpu-interpreted",
+    "neuron": "test-neuron",
+    "triton": "test-triton-interpreted",
+}
+
+
+def test_what_a_sample_leaves_out_is_run_by_the_suite_of_its_device():
+    for page in (REPOSITORY / "tests").rglob("test_*.py"):
+        if "mark.device_suite" in page.read_text() and page != Path(__file__):
+            assert page.parent.name in SUITES, f"no suite of a device runs {page}"
+    makefile = (REPOSITORY / "Makefile").read_text()
+    workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()
+    for folder, target in SUITES.items():
+        recipe = makefile.partition(f"\n{target}: install\n")[2].partition("\n\n")[0]
+        assert f"tests/{folder} tests/backends" in recipe and "--sample" not in recipe
+        assert f"make {target}" in workflow
+
+
 def is_judged(problem, by, cases):
     """Whether a test outside the sample is there and names the problem, or one inside takes it."""
     file, _, function = by.test.partition("::")
@@ -65,6 +85,12 @@ def test_every_problem_runs_or_is_like_one_that_runs(name, test):
     reasons = getattr(sample, REASONS[test])
     wrong = [why_absent(p, reasons, cases[test], cases) for p in there_are(runner, test)]
     assert not [x for x in wrong if x is not None]
+
+
+@pytest.mark.parametrize("name", [name for name, runner in RUNNERS.items() if runner.lacks()])
+def test_each_argument_that_is_refused_is_in_a_problem(name):
+    used = {argument for p in ALL.values() for argument in p.optional}
+    assert set(RUNNERS[name].lacks()) <= used
 
 
 @pytest.mark.parametrize(

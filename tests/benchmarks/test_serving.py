@@ -1,4 +1,4 @@
-"""Serving steps: what is drawn, what they are compared with, and what is said of the figures."""
+"""Serving steps: what is drawn, what they are compared with, and how figures are reported."""
 
 import dataclasses
 import json

@@ -23,6 +23,32 @@ def test_shapes_and_dtypes():
     assert PagedKVCache(1, 1, 1, 1, 1, device="meta").kv_cache.device.type == "meta"
 
 
+def test_values_of_another_head_dim():
+    cache = PagedKVCache(2, 5, 2, 4, 8, head_dim_v=6, dtype=torch.bfloat16)
+    for k, v in cache.kv_cache:
+        assert k.shape == (5, 2, 4, 8) and v.shape == (5, 2, 4, 6)
+    token = PagedKVCache.bytes_per_token(2, 2, 8, head_dim_v=6, dtype=torch.bfloat16)
+    assert token * 5 * 4 == sum(x.nbytes for layer in cache.kv_cache for x in layer)
+    # copy on write takes both
+    cache.append("a", 2)
+    cache.fork("a", "b")
+    (page,) = cache.pages("a")
+    for part in (x for layer in cache.kv_cache for x in layer):
+        part[page] = 1.0
+    cache.append("b", 1)
+    (copied,) = cache.pages("b")
+    assert copied != page
+    assert all((x[copied] == 1.0).all() for layer in cache.kv_cache for x in layer)
+    assert isinstance(PagedKVCache(1, 5, 2, 4, 8, head_dim_v=8).kv_cache, torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_a_dtype_that_no_op_takes_is_refused(dtype):
+    """Here, and not by the first write."""
+    with pytest.raises(ValueError, match=r"expected dtype to be .*float8_e4m3fn.*, got"):
+        small_cache(dtype=dtype)
+
+
 def test_batch_metadata():
     cache = small_cache()
     cache.append("a", 6)
@@ -153,7 +179,7 @@ def test_a_copy_that_raises_leaks_no_page():
     assert cache.length("b") == 5
     assert cache.num_free_pages == 6
     cache.free("a")
-    cache.append("b", 1)  # nobody shares the page any more: nothing to copy
+    cache.append("b", 1)  # the page is no longer shared: nothing to copy
     cache.free("b")
     assert cache.num_free_pages == 8
 

@@ -1,5 +1,6 @@
 """What the public functions take besides an operator's own forms: the same results, by any way."""
 
+import numpy
 import pytest
 import torch
 from right_calls import BASES
@@ -95,9 +96,11 @@ def test_a_scale_of_shape_1_is_for_all_heads(mode):
     v = torch.randn(9, 2, 6).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.5)
     plain = {"k": k, "v": v, "k_descale": scale, "v_descale": scale}
-    check_same(
-        "packed", mode, plain, plain | {"k_descale": scale.view(1), "v_descale": scale.view(1)}
-    )
+    for shape in ((1,), (1, 1)):
+        given = {"k_descale": scale.view(shape), "v_descale": scale.view(shape)}
+        check_same("packed", mode, plain, plain | given)
+    given = {"k_descale": scale.bfloat16(), "v_descale": scale.half().view(1)}
+    check_same("packed", mode, plain, plain | given)
 
 
 def test_a_cache_scale_of_shape_1():
@@ -114,9 +117,12 @@ def test_a_cache_scale_of_shape_1():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sinks_of_16_bits(dtype, mode):
-    sinks = torch.tensor([0.5, 1.0, -2.0, 3.0])
-    check_same("packed", mode, {"sinks": sinks}, {"sinks": sinks.to(dtype)})
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_sinks_and_slopes_of_16_bits(name, dtype, mode):
+    """As a module holds them after `module.bfloat16()`."""
+    module = torch.nn.Module()
+    module.register_buffer("x", torch.tensor([0.5, 1.0, -2.0, 3.0]))
+    check_same("packed", mode, {name: module.x}, {name: module.to(dtype).x})
 
 
 def test_sinks_of_16_bits_have_a_gradient():
@@ -148,7 +154,8 @@ def test_the_gradient_of_a_broadcast_bias_is_a_sum():
 
 @pytest.mark.parametrize("name", ["window_size_left", "window_size_right"])
 def test_a_negative_window_is_unbounded(name):
-    check_same("packed", "eager", {name: -1}, {name: -5})
+    for window in (-5, numpy.int64(-5)):
+        check_same("packed", "eager", {name: -1}, {name: window})
 
 
 def test_what_the_operator_takes_is_passed_on_as_it_is():

@@ -57,7 +57,7 @@ def test_backward(asked, products):
     assert counter.get_total_flops() == 2 * HEADS * CAUSAL * products
 
 
-def test_lengths_that_nobody_knows():
+def test_unknown_lengths():
     with FakeTensorMode():
         q, bounds = torch.empty(100, HEADS, DIM), torch.empty(5, dtype=torch.int32)
         for options, pairs in (
@@ -72,8 +72,8 @@ def test_lengths_that_nobody_knows():
 
 
 @pytest.mark.parametrize("first", ["torch_paged_attn", "torch.utils.flop_counter"])
-def test_whoever_is_imported_first(first):
-    """The counter brings Triton, which nobody waits for who does not count."""
+def test_flops_are_registered_in_either_order_of_import(first):
+    """Only programs that count import the counter, which imports Triton."""
     code = f"""
 import sys, torch, {first}
 assert {first!r} == "torch.utils.flop_counter" or "torch.utils.flop_counter" not in sys.modules

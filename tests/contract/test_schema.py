@@ -1,6 +1,7 @@
 """Schemas and kernels fit: every optional argument, given and omitted, arrives where it is read."""
 
 import inspect
+import re
 import typing
 
 import pytest
@@ -11,7 +12,7 @@ from torch_paged_attn import reference
 from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
 from torch_paged_attn.backends.cpu import BACKEND
 from torch_paged_attn.backward_call import BackwardCall
-from torch_paged_attn.ops import _library, signature
+from torch_paged_attn.ops import _library, paths, signature
 from torch_paged_attn.testing import Problem, Truth, assert_accurate, build
 
 BASE = Problem("base", ((3, 9), (1, 30), (8, 0)), 4, 2, 16, page_size=4)
@@ -86,6 +87,13 @@ def test_the_public_function_has_the_schemas_arguments(name):
             assert default == argument.default_value
 
 
+def test_every_op_registers_itself():
+    """`define` and `public` keep the lists; the two that are written out name the same ops."""
+    assert set(torch_paged_attn.ops.__all__) == set(paths.PUBLIC) <= set(torch_paged_attn.__all__)
+    packets = {name.partition(".")[0] for name in _library.OPS}
+    assert packets == set(paths.PUBLIC) and set(paths.CALLS) <= packets
+
+
 BACKWARDS = ["flash_varlen_backward", "blocksparse_backward"]
 
 
@@ -143,7 +151,13 @@ def test_a_backward_by_position_is_the_call_by_name():
 @pytest.mark.parametrize("name", _library.OPS)
 def test_every_op_has_a_docstring_and_a_twin_that_explains(name):
     packet = name.partition(".")[0]
-    assert len(inspect.getdoc(getattr(torch_paged_attn, packet))) > 200
+    function = getattr(torch_paged_attn, packet)
+    documented = inspect.getdoc(function)
+    # a summary, the arguments, and the errors: its own, or those of the op that it is like
+    assert documented.index("\nArgs:\n") > 40
+    assert "\nRaises:\n" in documented or re.search(r"\b[Ee]rrors\b", documented)
+    for argument in inspect.signature(function).parameters:
+        assert re.search(rf"\b{argument}\b", documented), argument
     assert hasattr(torch.ops.paged_attn, name.replace(".", "_") + "_error")
 
 

@@ -17,7 +17,6 @@ from recorded_graphs import Graphs
 
 import torch_paged_attn
 from torch_paged_attn.backends.cpu import Cpu
-from torch_paged_attn.ops import _inlining
 
 pytestmark = pytest.mark.usefixtures("reference_backward")
 
@@ -74,7 +73,6 @@ def test_a_graph_looks_into_an_op_only_without_gradients(monkeypatch):
     def looked_into(q, *_args, **_options):
         return q * 2.0, q.sum(-1).mT
 
-    monkeypatch.setattr(_inlining, "DISPATCH_KEYS", {"cpu": "CPU"})
     monkeypatch.setattr(Cpu, "traceable", lambda self, op: looked_into)
     _, args, leaves = case(head_dim_v=8)
     node = "paged_attn.flash_varlen.default"

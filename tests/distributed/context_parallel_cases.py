@@ -41,7 +41,7 @@ WINDOW = (("causal", True), ("window_size_left", 9))
 
 
 def shared(shards, x):
-    """A rank's rows; what nobody may see is NaN."""
+    """A rank's rows; those that no query may see are NaN."""
     own = shards.shard(x).clone()
     own[len(shards.indices) :] = NAN
     return own.detach().requires_grad_(x.requires_grad)
@@ -250,6 +250,18 @@ def case_bias(world: World) -> None:
         dbias = shards.unshard(rows.grad.transpose(0, 1).contiguous()).transpose(0, 1)
         grads = *(shards.unshard(x.grad) for x in own), dbias, out.new_empty(0)
         assert_accurate_gradients(grads, gradients)
+
+
+def case_autocast(world: World) -> None:
+    """Casts come before checks, and before anything is sent."""
+    pack = Pack((30, 7, 0, 50), options=(("causal", True),))
+    shards = Shards(pack.cu_seqlens)
+    q, k, v = (shared(shards, x) for x in pack.inputs())
+    for scheme in SCHEMES:
+        wanted = scheme(*(x.bfloat16() for x in (q, k, v)), shards, causal=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = scheme(q, k.bfloat16(), v, shards, causal=True)
+        assert all(map(torch.equal, found, wanted)), scheme.__name__
 
 
 def case_repeated_heads(world: World) -> None:

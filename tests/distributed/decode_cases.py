@@ -139,6 +139,17 @@ def case_out_dtype(world: World) -> None:
         assert_accurate(out, lse, dealt.truth(q, out_dtype=torch.float32))
 
 
+def case_autocast(world: World) -> None:
+    """Queries are cast to the dtype of the cache, before they are checked."""
+    dealt = Dealt(world, (17, 5), dtype=torch.bfloat16)
+    q = dealt.q(2)
+    for combine in COMBINES:
+        wanted = dealt.attend(q, combine)
+        with torch.autocast("cpu", torch.float16):
+            found = dealt.attend(q.float(), combine)
+        assert all(map(torch.equal, found, wanted)), combine
+
+
 def case_lengths(world: World) -> None:
     """Each position is on one rank."""
     lengths = torch.arange(200, dtype=torch.int32)

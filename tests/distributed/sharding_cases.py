@@ -176,6 +176,9 @@ def writes(world, mesh, pairs):
         if any(p not in (Replicate(), Shard(2)) for p in cache_at):
             for call in calls:
                 world.refuses(call, RuntimeError, "the cache", "lost", "Replicate()")
+            for kept in (own, split):
+                call = partial(sharding.reshape_and_cache, *pair, kept, slots)
+                world.refuses(call, ValueError, "the cache", "lost", "Replicate()")
             continue
         for call in calls:
             if heads == tuple(key_at):

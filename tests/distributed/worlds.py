@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor
@@ -84,7 +85,7 @@ def run(rank: int, size: int, store: str, cases: dict[str, Callable[[World], Non
             case(World(rank, size))
         except BaseException:
             print(f"{name} failed on rank {rank} of {size}\n{traceback.format_exc()}", flush=True)
-            return 1  # the others find nobody to talk to, and fail as well
+            return 1  # the others then fail as well
         if rank == 0:
             print(f"{time.perf_counter() - start:6.2f} s  {name}", flush=True)
     dist.destroy_process_group()

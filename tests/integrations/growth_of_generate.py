@@ -33,7 +33,7 @@ def generate(cache, steps, padded, window=None):
 
 
 def verify(steps):
-    """Steps of five guessed tokens each, as assisted decoding has them."""
+    """Steps of five draft tokens each, as assisted decoding has them."""
     made = model()
     cache = transformers.DynamicCache(config=made.config)
     with torch.inference_mode():

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.integrations import flash_attn
 from torch_paged_attn.integrations.flash_attn import bert_padding, flash_attn_3, install, uninstall
@@ -164,6 +165,124 @@ def test_combine_is_attention_over_all_keys(parts):
     assert_accurate(given.flatten(0, 1), lse.flatten(0, 1).T, truth)
 
 
+def low_level(q, k, v, **options):
+    """The arguments of `_flash_attn_varlen_forward` behind the lengths."""
+    given = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True} | options
+    return (q, k, v, BOUNDS, BOUNDS, 9, 9), given
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_the_functions_below_autograd(installed, dropout_p):
+    """Forward and backward by hand give what autograd gives."""
+    from flash_attn import flash_attn_interface as theirs
+
+    q, k, v, dout = torch.randn(4, 14, 4, 8)
+    args, options = low_level(q, k, v, dropout_p=dropout_p, window_size_left=3)
+    out, lse, nothing, rng_state = theirs._flash_attn_varlen_forward(*args, **options)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    known = {"rng_state": rng_state, "dropout_p": dropout_p} if dropout_p else {}
+    common = {"softmax_scale": 0.3, "causal": True, "window_size_left": 3, **known}
+    expected, expected_lse = torch_paged_attn.flash_varlen(*leaves, BOUNDS, **common)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert nothing.numel() == 0 and rng_state.shape == (2,)
+    expected.backward(dout)
+    results = [torch.empty_like(x) for x in (q, k, v)]
+    sums = theirs._flash_attn_varlen_backward(
+        dout, *args[:3], out, lse, *results, *args[3:], dropout_p, 0.3, True, 3, -1, 0.0, None,
+        True, rng_state,
+    )  # fmt: skip
+    for got, leaf in zip(results, leaves, strict=True):
+        assert torch.equal(got, leaf.grad)
+    assert torch.equal(sums, (dout * out).sum(-1).T)
+
+
+def test_the_dense_functions_below_autograd(installed):
+    from flash_attn import flash_attn_interface as theirs
+
+    q, k, v, dout = torch.randn(4, 2, 7, 4, 8)
+    options = 0.0, 0.3, True, -1, 0, 5.0, None
+    out, lse, _, rng_state = theirs._flash_attn_forward(q, k, v, *options, False)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = flash_attn.flash_attn_func(
+        *leaves, softmax_scale=0.3, causal=True, softcap=5.0, return_softmax_lse=True
+    )
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    expected.backward(dout)
+    dq, dk = torch.empty_like(q), torch.empty(2, 4, 7, 8).transpose(1, 2)
+    sums = theirs._flash_attn_backward(
+        dout, q, k, v, out, lse, dq, dk, None, *options, False, rng_state
+    )
+    assert torch.equal(dq, leaves[0].grad) and torch.equal(dk, leaves[1].grad)
+    assert sums.shape == lse.shape
+
+
+def test_names_of_what_is_refused_say_what_to_do(installed):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+    q, k, v = torch.randn(3, 14, 4, 8)
+    args, options = low_level(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"leftpad_k is not supported: .*cache_leftpad"):
+        _flash_attn_varlen_forward(*args, **options, leftpad_k=BOUNDS)
+    for name, value in (("seqused_q", BOUNDS), ("attention_chunk", 4)):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
+            flash_attn.flash_attn_varlen_func(*args, **{name: value})
+
+
+def test_a_learnable_sink_is_s_aux():
+    x, sinks = torch.randn(1, 14, 4, 8), torch.randn(4)
+    expected = flash_attn.flash_attn_func(x, x, x, s_aux=sinks)
+    assert torch.equal(flash_attn.flash_attn_func(x, x, x, learnable_sink=sinks), expected)
+    rows, lengths = x[0], (BOUNDS, BOUNDS, 9, 9)
+    varlen = flash_attn.flash_attn_varlen_func
+    expected = varlen(rows, rows, rows, *lengths, s_aux=sinks)
+    assert torch.equal(varlen(rows, rows, rows, *lengths, learnable_sink=sinks), expected)
+    with pytest.raises(ValueError, match="s_aux and learnable_sink"):
+        flash_attn.flash_attn_func(x, x, x, s_aux=sinks, learnable_sink=sinks)
+
+
+def test_qv_is_q_latent():
+    """FlashAttention-3's scale counts the elements of q and qv."""
+    q, k = torch.randn(2, 14, 4, 8)
+    qv, v = torch.randn(2, 14, 4, 6)
+    options = {"q_latent": qv, "softmax_scale": (8 + 6) ** -0.5, "causal": True}
+    expected, _ = torch_paged_attn.flash_varlen(q, k, v, BOUNDS, **options)
+    lengths = (BOUNDS, BOUNDS, 9, 9)
+    got = flash_attn_3.flash_attn_varlen_func(q, k, v, *lengths, qv=qv, causal=True)
+    assert torch.equal(got, expected)
+    halves = torch.tensor([0, 7, 14])
+    expected, _ = torch_paged_attn.flash_varlen(q, k, v, halves, **options)
+    got = flash_attn_3.flash_attn_func(
+        *(x.view(2, 7, 4, -1) for x in (q, k, v)), qv=qv.view(2, 7, 4, 6), causal=True
+    )
+    assert torch.equal(got.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_qv_with_a_cache(ragged):
+    q, qv = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 6)
+    k_cache, v_cache = torch.randn(3, 8, 1, 8), torch.randn(3, 8, 1, 6)
+    new = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 6)
+    given = {"cache_seqlens": torch.tensor([0, 2]), "causal": True}
+    given["page_table"] = torch.tensor([[2], [0]])
+    if ragged:
+        given["cu_seqlens_q"] = torch.tensor([0, 1, 2])
+        q, qv = q[:, 0], qv[:, 0]
+    got = flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, *new, qv=qv, **given)
+    assert torch.equal(k_cache[2, :3], new[0][0]) and torch.equal(v_cache[0, 2:5], new[1][1])
+    expected, _ = torch_paged_attn.flash_varlen(
+        q.reshape(2, 4, 8),
+        *(x.transpose(1, 2) for x in (k_cache, v_cache)),
+        torch.tensor([0, 1, 2]),
+        seqused_k=torch.tensor([3, 5]),
+        block_table=given["page_table"],
+        q_latent=qv.reshape(2, 4, 6),
+        softmax_scale=(8 + 6) ** -0.5,
+        causal=True,
+    )
+    assert torch.equal(got.reshape(2, 4, 6), expected)
+    assert got.shape == (*q.shape[:-1], 6)
+
+
 @pytest.fixture
 def installed():
     install()
@@ -181,6 +300,8 @@ def test_import_finds_our_functions(installed):
     assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     assert unpad_input is bert_padding.unpad_input
     assert flash_attn_interface.flash_attn_combine is flash_attn_3.flash_attn_combine
+    # as docs/clients/flash-attn.md says to see it
+    assert "torch_paged_attn" in theirs.__file__ and "torch_paged_attn" in inspect.getsource(theirs)
     assert theirs.__version__ == "2.8.3" and importlib.util.find_spec("flash_attn") is not None
     assert not hasattr(theirs, "install")
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
@@ -196,7 +317,7 @@ def test_uninstall_leaves_nothing():
     uninstall()
 
 
-def test_transformers_is_not_deceived(installed):
+def test_transformers_does_not_take_it_for_flash_attn(installed):
     from transformers.utils import is_flash_attn_2_available
 
     assert not is_flash_attn_2_available()

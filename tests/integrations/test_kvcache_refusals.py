@@ -3,46 +3,16 @@
 import numpy
 import pytest
 import torch
+from kvcache_calls import BATCH, NEW, ROWS, good_call, int32, ragged
 from sequences import DIM, HEADS, KV_HEADS, cumulative
 
 from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache
-
-BATCH, PAGES, PAGE_SIZE, NEW = 2, 6, 4, 2
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def good_call():
-    """Two sequences of 3 and 5 tokens, to which two more come."""
-    g = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, PAGES, PAGE_SIZE, KV_HEADS, DIM, generator=g)
-    return {
-        "q": torch.randn(BATCH, NEW, HEADS, DIM, generator=g),
-        "k_cache": cache[0],
-        "v_cache": cache[1],
-        "k": torch.randn(BATCH, NEW, KV_HEADS, DIM, generator=g),
-        "v": torch.randn(BATCH, NEW, KV_HEADS, DIM, generator=g),
-        "cache_seqlens": int32(3, 5),
-        "block_table": int32(4, 1, 0, 2).view(2, 2),
-        "causal": True,
-    }
-
-
-def ragged():
-    call = good_call()
-    new = {name: call[name].flatten(0, 1) for name in ("q", "k", "v")}
-    return new | {"cu_seqlens_q": cumulative([2, 2]), "cu_seqlens_k_new": cumulative([2, 2])}
 
 
 def rotary(rows, columns, sin_columns=None, dtype=torch.float32):
     sin = torch.ones(rows, columns if sin_columns is None else sin_columns, dtype=dtype)
     return {"rotary_cos": torch.ones(rows, columns, dtype=dtype), "rotary_sin": sin}
 
-
-ROWS = {"block_table": None, "k_cache": torch.zeros(3, 8, KV_HEADS, DIM)}
-ROWS["v_cache"] = ROWS["k_cache"].clone()
 
 # name -> what is changed in a good call, the error, its text
 WRONG = {
@@ -66,10 +36,10 @@ WRONG = {
         ValueError,
         r"expected cu_seqlens_k_new to be \(batch \+ 1,\) .* 3.* got shape \(2,\)",
     ),
-    "new_of_64_bits": (
-        ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).long()},
+    "new_of_16_bits": (
+        ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).short()},
         ValueError,
-        "expected cu_seqlens_k_new to be int32.* got int64",
+        "expected cu_seqlens_k_new to be int32.* got int16",
     ),
     "queries_fall": (
         ragged() | {"cu_seqlens_q": int32(0, 3, 2)},
@@ -93,10 +63,15 @@ WRONG = {
         ValueError,
         r"expected cache_seqlens to be \(batch,\) with a first dimension of 2.* got shape \(3,\)",
     ),
-    "lengths_of_64_bits": (
-        {"cache_seqlens": torch.tensor([3, 5])},
+    "lengths_of_16_bits": (
+        {"cache_seqlens": int32(3, 5).short()},
         ValueError,
-        "expected cache_seqlens to be int32.* got int64",
+        "expected cache_seqlens to be int32.* got int16",
+    ),
+    "lengths_past_32_bits": (
+        {"cache_seqlens": torch.tensor([3, 2**32 + 5])},
+        ValueError,
+        f"expected cache_seqlens to be integers of 32 bits, got the entry {2**32 + 5}",
     ),
     "length_is_a_list": (
         {"cache_seqlens": [3, 5]},
@@ -219,7 +194,7 @@ WRONG = {
     "query_dtype": (
         {"q": torch.zeros(BATCH, NEW, HEADS, DIM).bfloat16()},
         ValueError,
-        "expected k to be bfloat16.* got float32",
+        "expected k_cache to be bfloat16.* got float32",
     ),
     "cache_of_3_dimensions": (
         {"v_cache": torch.zeros(3, 2, DIM)},

@@ -82,7 +82,7 @@ def eager_loss(model):
 def packed_loss(model):
     row = torch.cat(documents())[None]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    # a document's first token is nobody's label
+    # a document's first token is no label
     labels = row.masked_fill(positions == 0, -100)
     return model(row, position_ids=positions, labels=labels, use_cache=False).loss
 

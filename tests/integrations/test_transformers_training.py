@@ -189,7 +189,7 @@ def test_dropout_draws_from_torchs_generator():
     assert_accurate(out.flatten(0, 1), lse, truth)
 
 
-# dropout as these models have it when nobody sets it
+# these models' default dropout
 @pytest.mark.parametrize("name, options", [("Bert", TEXT), ("Whisper", WHISPER)])
 def test_dropout_is_the_same_when_a_checkpoint_computes_again(name, options):
     if name == "Whisper":

@@ -48,7 +48,9 @@ def test_a_single_batch_entry_is_dropped():
 
 def test_partial_blocks_are_refused_unless_given_up():
     mask = block_mask(windowed)
-    with pytest.raises(ValueError, match=r"partial blocks.*causal=True.*widen_partial=True"):
+    instead = "cu_seqlens_q with the documents' lengths, or window_size_left"
+    refused = rf"partial blocks.*causal=True.*widen_partial=True.*{instead}"
+    with pytest.raises(ValueError, match=refused):
         from_block_mask(mask)
     with pytest.raises(ValueError, match="partial blocks of block_mask the mask_mod is not the c"):
         from_block_mask(mask, causal=True)

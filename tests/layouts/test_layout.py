@@ -105,6 +105,15 @@ def test_plot_into_an_axes():
     assert picture[1, 0] == picture[0, 0] == 1
 
 
+def test_indices_of_64_bits_are_cast():
+    crow, col = torch.tensor([[0, 1]]), torch.tensor([[0]])
+    layout = BlockSparseLayout(crow, col, 64, 64)
+    assert layout.crow_indices.dtype == layout.col_indices.dtype == torch.int32
+    assert torch.equal(layout.dense(), torch.ones(1, 1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=f"col_indices.*{2**32}"):
+        BlockSparseLayout(crow, col + 2**32, 64, 64)
+
+
 CROW = torch.zeros(2, 3, dtype=torch.int32)
 COL = torch.zeros(2, 4, dtype=torch.int32)
 
@@ -113,7 +122,7 @@ COL = torch.zeros(2, 4, dtype=torch.int32)
     ("arguments", "error", "text"),
     [
         (([0], COL, 64, 64), TypeError, "crow_indices must be a tensor, got list"),
-        ((CROW.long(), COL, 64, 64), ValueError, "crow_indices must be int32, got torch.int64"),
+        ((CROW.short(), COL, 64, 64), ValueError, "must be int32 or int64, got torch.int16"),
         ((CROW, COL[0], 64, 64), ValueError, r"col_indices .* got shape \(4,\)"),
         ((CROW, COL[:1], 64, 64), ValueError, r"agree .* got shapes \(2, 3\) and \(1, 4\)"),
         ((CROW[:, :0], COL, 64, 64), ValueError, r"crow_indices .* rows \+ 1 .* \(2, 0\)"),

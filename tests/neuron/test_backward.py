@@ -13,7 +13,7 @@ from same_bits import same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
-from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
+from torch_paged_attn.backends.neuron.backward_tiles import Sizes, cut, visible_tiles
 from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items, spans_of
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
@@ -50,7 +50,7 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
         work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
-        parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
+        parts = visible_tiles(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
         names = ("stack", "sequence", "keys", "key_start", "key_stop", "row_start", "row_stop")
         table = {name: getattr(work, name).tolist() for name in names}
         rows = {name: getattr(work, name).tolist() for name in ("is_row", "token", "member")}
@@ -262,7 +262,7 @@ def test_a_row_of_nan_stays_a_row(machine):
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["dq", "dk and dv"])
-def test_sums_that_come_as_rows_alone(wanted, request):
+def test_dq_alone_and_dk_with_dv_alone(wanted, request):
     """One of dq and dk with dv: nothing else is turned by the products of dk."""
     from nki_emulator import emulated
 

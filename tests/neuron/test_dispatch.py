@@ -27,6 +27,25 @@ def test_the_report_says_who_answers(emulated):
     assert {"flash_varlen", "blocksparse", "reshape_and_cache.split"} <= set(cpu["ops"])
 
 
+CALLS = """
+import torch, torch_paged_attn
+q, bounds = torch.ones(6, 4, 16), torch.tensor([0, 2, 6], dtype=torch.int32)
+for _ in range(2):
+    try:
+        torch_paged_attn.flash_varlen(q, q, q, bounds)
+    except NotImplementedError as error:
+        print(error)
+"""
+
+
+def test_without_the_emulator_no_call_is_answered_by_another_backend(forks):
+    without = {"PAGED_ATTN_NEURON_EMULATE": "1"}
+    first, second = forks.run(CALLS, PATHS[0], **without).splitlines()
+    assert first == second and "nki_emulator cannot be imported" in first
+    cpu = json.loads(forks.run(REPORT, PATHS[0], **without))["devices"]["cpu"]
+    assert cpu["backend"] is None and "nki_emulator cannot be imported" in cpu["reason"]
+
+
 MODEL = """
 import torch, transformers
 from torch_paged_attn.integrations import transformers as paged

@@ -1,13 +1,15 @@
 """Every stable name has an entry in the API reference, with its signature and its arguments."""
 
+import ast
 import importlib
 import inspect
+import re
 
 import api_pages
 import pytest
 
 import torch_paged_attn
-from torch_paged_attn import layouts
+from torch_paged_attn import layouts, testing
 from torch_paged_attn.integrations import flash_attn
 from torch_paged_attn.ops import signature
 
@@ -18,8 +20,8 @@ LISTED = {name.rpartition(".")[2] for name in NAMES}
 def test_every_public_name_has_an_entry():
     missing = {name for name in torch_paged_attn.__all__ if name not in LISTED | {"layouts"}}
     assert not missing
-    assert {f"{layouts.__name__}.{name}" for name in layouts.__all__} <= NAMES
-    assert {f"{flash_attn.__name__}.{name}" for name in flash_attn.__all__} <= NAMES
+    for module in (layouts, flash_attn, testing):
+        assert {f"{module.__name__}.{name}" for name in module.__all__} <= NAMES
 
 
 @pytest.mark.parametrize("module", ["context_parallel", "decode", "sharding"])
@@ -44,6 +46,15 @@ def test_an_operator_has_a_row_for_every_argument(op):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{argument.name}` |")]
         assert argument.meaning in row
         assert f"    {argument.name}: " in text
+
+
+@pytest.mark.parametrize("file", api_pages.PAGES)
+def test_signatures_are_valid_python(file):
+    """The first block below each heading."""
+    blocks = re.findall(r"^#+ \w[\w.]*\n\n```python\n(.*?)\n```", api_pages.text(file), re.S | re.M)
+    assert len(blocks) >= 3
+    for block in blocks:
+        ast.parse(block if " = " in block.partition("(")[0] else f"def {block}: pass")
 
 
 def test_methods_have_entries():

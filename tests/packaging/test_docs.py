@@ -35,6 +35,13 @@ def test_commands_exist(page):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_the_tests_that_contributing_names_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) >= 10
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
 def test_generated_tables_are_up_to_date():
     for page in PAGES:
         assert page.read_text() == docs_tables.rendered(page), "run python tools/docs_tables.py"

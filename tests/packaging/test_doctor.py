@@ -17,7 +17,7 @@ from torch_paged_attn.integrations import _versions
 ROOT = Path(torch_paged_attn.__file__).parents[1]
 AMX = {"amx_tile", "amx_bf16"}
 
-# a vLLM of which another package has taken CUSTOM, or nobody
+# a vLLM whose CUSTOM another package has taken, or none has
 VLLM = """
 class Custom:
     owner = {owner!r}
@@ -50,6 +50,28 @@ def test_a_sound_machine_has_no_problem(sound):
     assert "self-test: passed" in text and "problem" not in text
     assert text.startswith(f"torch_paged_attn {torch_paged_attn.__version__} is ready: cpu by cpu")
     assert found["self_test"]["milliseconds"] < 5000  # of a call of microseconds, on a busy machine
+
+
+def test_the_self_test_is_quick():
+    """Its call takes milliseconds, and the comparison imports nothing that takes seconds."""
+    program = """
+import sys
+from torch_paged_attn import _doctor
+before = set(sys.modules)
+print(_doctor.self_test("cpu")["milliseconds"])
+print(*sorted({"sympy", "jax", "triton", "transformers", "hypothesis"} & set(sys.modules) - before))
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    milliseconds, slow = done.stdout.split("\n")[:2]
+    assert float(milliseconds) < 5000 and not slow, done.stdout + done.stderr
+
+
+def test_a_reader_may_stop_after_the_verdict():
+    command = f"{sys.executable} -m torch_paged_attn | head -n 1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env)
+    assert "is ready" in done.stdout and not done.stderr
 
 
 def test_check_fails_without_kernels(tmp_path):

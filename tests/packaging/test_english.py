@@ -1,4 +1,6 @@
-"""The pages a user reads: plain English, no laboratory journal, lines that fit a screen."""
+"""The pages a user reads: plain English, no laboratory journal, lines that fit a screen. In code,
+the words that readers stumble over most.
+"""
 
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
 DESIGN = ROOT / "docs" / "design"
+KERNELS = ROOT / "torch_paged_attn" / "backends" / "triton"
 
 # words that readers stumble over: the field has a name for the thing, or the sentence is inverted
 STUMBLES = {
@@ -39,6 +42,16 @@ JOURNAL = {
     r"\bbranch `?h/": "a branch",
 }
 LONGEST = 130
+# in names, comments, docstrings and messages; "came" and "dealt" are names there
+IN_CODE = [words for words in STUMBLES if words not in ("came", "dealt( out)?", "what it takes")]
+FOLDERS = "torch_paged_attn", "tests", "tools", "examples", "benchmarks"
+CODE = [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    # the GPU's kernels are compiled anew when a comment moves a line
+    if path.name != "test_english.py" and not path.is_relative_to(KERNELS)
+]
 
 
 def prose(page):
@@ -71,6 +84,19 @@ def test_no_journal(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_lines_fit(page):
     assert not [n for n, line in prose(page) if len(line) > LONGEST and not line.startswith("|")]
+
+
+def test_words_in_code():
+    assert len(CODE) > 400
+    pattern = re.compile(rf"\b({'|'.join(IN_CODE)})\b", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in CODE
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        # names in snake_case are words, too
+        if (match := pattern.search(line.replace("_", " ")))
+    ]
+    assert not found
 
 
 def test_design_pages_are_short():

@@ -120,6 +120,10 @@ MAY_IMPORT = {
         *("lru", "ops.lacking"),
     ),
     "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
+    "distributed": ("distributed", "lru", "ops"),
+    "integrations": ("integrations", "_processor", "_serving", "_warmup", "lru", "ops"),
+    "layouts": ("layouts", "ops.accepted"),
+    "testing": ("testing", "reference", "ops.checks"),
 }
 
 
@@ -168,6 +172,19 @@ def test_imports_run_one_way(folder):
             )
 
 
+def test_only_the_protocol_reaches_a_backend():
+    """What others need of a backend is a method of `Backend` (ops/backend.py)."""
+    paths = [path for path in PACKAGE.rglob("*.py") if "backends" not in path.parts]
+    assert len(paths) > 80
+    reached = {
+        (str(path.relative_to(PACKAGE)), module)
+        for path in paths
+        for module in imported(path)
+        if module.startswith("backends")
+    }
+    assert not reached
+
+
 def test_no_circle_in_ops():
     """Not by imports within functions either."""
     files = {f"ops.{path.stem}": path for path in (PACKAGE / "ops").glob("[!_]*.py")}
@@ -185,10 +202,6 @@ def from_ops(path):
     return [x.name for n in nodes if n.module == "torch_paged_attn.ops" for x in n.names]
 
 
-def test_types_are_shipped():
-    assert (PACKAGE / "py.typed").exists()
-
-
 def test_every_public_name_is_found():
     for name in torch_paged_attn.__all__:
         assert getattr(torch_paged_attn, name) is not None
@@ -199,3 +212,11 @@ def test_a_flag_that_is_neither_0_nor_1_is_named(value, monkeypatch):
     monkeypatch.setenv("PAGED_ATTN_CHECK", value)
     with pytest.raises(ValueError, match=f"expected PAGED_ATTN_CHECK to be 0 or 1, got '{value}'"):
         environment._flag("PAGED_ATTN_CHECK")
+
+
+def test_every_public_name_is_found_by_dir():
+    """As completion in a shell finds it, although some modules are imported later."""
+    names = set(torch_paged_attn.__all__)
+    assert names <= set(dir(torch_paged_attn))
+    for name in names:
+        assert getattr(torch_paged_attn, name) is not None

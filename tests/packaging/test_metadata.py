@@ -2,6 +2,7 @@
 
 import ensurepip
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +25,21 @@ def test_setuptools_reads_the_metadata(path, tmp_path):
     assert "license" not in done.stderr, done.stderr
     (info,) = tmp_path.glob("*.egg-info/PKG-INFO")
     assert "\nLicense: Apache-2.0\n" in info.read_text()
+
+
+def test_every_file_of_the_package_is_installed(tmp_path):
+    """Types (py.typed, .pyi) and tables (.json) beside the modules, and nothing else."""
+    source, built = tmp_path / "source", tmp_path / "built"
+    hidden = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "torch_paged_attn", source / "torch_paged_attn", ignore=hidden)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    environment = os.environ | {"PYTHONPATH": "", "PAGED_ATTN_BUILD_CPP": "0"}
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
+    expected, found = (
+        {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.is_file()}
+        for folder in (source / "torch_paged_attn", built / "torch_paged_attn")
+    )
+    assert found == expected
+    assert {"py.typed", "ops/_typed.pyi"} <= found and any(x.endswith(".json") for x in found)

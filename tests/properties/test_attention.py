@@ -143,7 +143,7 @@ UNLUCKY_LOGIT = Problem(
     tail=True,
     batch_invariant=True,
 )
-# the window of the last query lies between the keys of this rank
+# the window of the last query is between the keys of this rank
 WINDOW_OF_ANOTHER_RANK = Problem(
     "window_of_another_rank",
     ((2, 16),),

@@ -22,7 +22,7 @@ trained = st.one_of(
     problems(trains=True, optional=HAS),
     problems(layouts, trains=True, optional=HAS - {"key_ranks"}),
 )
-# the window of the last query lies between the keys of this rank
+# the window of the last query is between the keys of this rank
 WINDOW_OF_ANOTHER_RANK = Problem(
     "window_of_another_rank",
     ((2, 16),),

@@ -61,7 +61,7 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_queries_stand_where_they_are_told():
+def test_q_position_places_queries():
     assert seen(2, 4, causal=True, q_position=ints(1)) == ["xx..", "xxx."]
     assert seen(2, 3, causal=True, q_position=ints(-1)) == ["...", "x.."]
     assert seen(1, 3, window_size_left=1, q_position=ints(9)) == ["..."]

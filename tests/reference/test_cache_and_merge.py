@@ -45,8 +45,9 @@ def test_merge_by_hand():
     assert lse.item() == pytest.approx(math.log(4))
 
 
-def test_merge_of_nothing():
-    none = torch.tensor([[-math.inf]])
+@pytest.mark.parametrize("lse_of_none", [-math.inf, math.inf])
+def test_merge_of_nothing(lse_of_none):
+    none = torch.tensor([[lse_of_none]])
     nan, two = torch.tensor([[[math.nan]]]), torch.tensor([[[2.0]]])
     out, lse = merge_states(nan, none, two, torch.tensor([[0.5]]))
     assert out.item() == 2.0 and lse.item() == 0.5
@@ -68,12 +69,19 @@ def test_merge_of_far_logits(far, parts):
         assert_same_in_float64(out.double(), torch.full((1, 1, 4), (parts - 1) / 2).double())
 
 
-@pytest.mark.parametrize("lse", [math.inf, math.nan])
-def test_merge_of_what_is_not_finite(lse):
+def test_merge_of_what_is_no_number():
     """Is NaN, and no sum of some of the parts."""
-    parts = [torch.ones(1, 1, 4)] * 2, [torch.tensor([[lse]]), torch.tensor([[0.5]])]
+    parts = [torch.ones(1, 1, 4)] * 2, [torch.tensor([[math.nan]]), torch.tensor([[0.5]])]
     for merge in (merge_states, torch_paged_attn.merge_states, composed_list):
         assert merge(*parts)[0].isnan().all()
+
+
+def test_merge_of_flash_attentions_empty_rows():
+    """FlashAttention-2 gives them an lse of +inf."""
+    two, inf = torch.full((1, 1, 4), 2.0), torch.tensor([[math.inf]])
+    for merge in (merge_states, torch_paged_attn.merge_states, composed_list):
+        out, lse = merge([torch.zeros(1, 1, 4), two], [inf, torch.tensor([[0.5]])])
+        assert torch.equal(out, two) and lse.item() == 0.5
 
 
 def test_halves_merge_to_the_whole():

@@ -13,7 +13,7 @@ INPUTS = ("q", "k", "v", "attn_bias", "sinks")
 
 
 def in_float64(args):
-    """The call with float64 leaves, none of which is NaN where nobody looks."""
+    """The call with float64 leaves, without NaN in memory that is not read."""
     leaves = {n: args[n].double().requires_grad_() for n in INPUTS if is_float(args.get(n))}
     return args | leaves, leaves
 

@@ -44,7 +44,7 @@ def test_loops_run_their_delay_slots(program):
     assert counts.units["alu"] == 3
 
 
-def test_an_operand_that_nobody_reads_leaves_its_register(program):
+def test_an_unread_operand_leaves_its_register(program):
     text = """
      0   :  { %s9_s3 = smov.u32 2  ;;  %s8_s3 = inlined_call_operand.hbm [index: 0] }
    0x1   :  { %p1_p0 = scmp.ne.s32.totalorder %s9_s3, 2 }

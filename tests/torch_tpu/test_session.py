@@ -16,7 +16,7 @@ def found():
     return json.loads(result.stdout.rpartition("FOUND ")[2])
 
 
-def test_the_private_key_named_tpu_is_ours(found):
+def test_private_use_1_named_tpu_has_the_tpu_backend(found):
     assert found["backend"] == "tpu"
 
 

@@ -1,4 +1,4 @@
-"""Pallas kernels for TPU on the CPU, watched: races, forgotten waits, memory that nobody wrote.
+"""Pallas kernels for TPU on the CPU, watched: races, forgotten waits, memory that was not written.
 
 Pallas' TPU interpreter fills what is uninitialised with NaN, keeps vector clocks of what cores and
 DMAs touch, and looks at the semaphores when a kernel ends. It runs a DMA when it is started or when

@@ -124,7 +124,7 @@ def _assert_accurate_in_blocks_of(keys, problem, run):
 @pytest.mark.parametrize(
     "op", ["blocksparse", pytest.param("flash_varlen", marks=pytest.mark.thorough)]
 )
-def test_nobody_reads_the_keys_that_a_bias_hides(op, run):
+def test_keys_that_a_bias_hides_are_not_read(op, run):
     layout = {"layout": PROBLEMS["blocksparse/batched/f32"].layout} if op == "blocksparse" else {}
     problem = dataclasses.replace(
         PROBLEMS["llama3_8b/mixed/f32"], seqs=((37, 91), (1, 140)), bias="bool", **layout

@@ -13,8 +13,8 @@ from same_bits import assert_same_bits
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backends.tpu import binding, front_ends
-from torch_paged_attn.backends.tpu.cache_memory import is_front_of, memory_of, whole_of
 from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.backends.tpu.torch_aliasing import is_front_of, memory_of, whole_of
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 # each with a tensor that has an entry for every sequence, or words of its own
@@ -162,7 +162,7 @@ def test_a_view_reaches_the_kernels_as_its_rows(head_dim, is_whole, front_end):
 
 @pytest.mark.device_suite
 def test_values_within_keys_are_loaded_with_them(front_end):
-    """Latent attention: the kernel is told how wide values are, and gets no second cache."""
+    """Latent attention: the kernel gets the width of values, and gets no second cache."""
     call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
     keys = call.args["k"].clone()
     _, latent = _packed(keys)

@@ -114,7 +114,7 @@ def test_a_checkpoint_saves_what_its_policy_names():
     assert once > 0
     assert count(jax.checkpoint(loss), "varlen_q", inputs) == 2 * once
     assert count(jax.checkpoint(loss, policy=named), "varlen_q", inputs) == once
-    # and what nobody asks for is not computed
+    # and gradients that are not needed are not computed
     for asked, wanted in (("q", (1, 0)), ("v", (0, 1))):
         names = ("backward_dq", "backward_dk_dv")
         assert tuple(count(loss, name, {asked: inputs[asked]}) for name in names) == wanted
@@ -173,7 +173,7 @@ def test_from_torch(monkeypatch):
     call = build(dataclasses.replace(TRAINING["training/one_bias/bf16"], seqs=((3, 5), (2, 0))))
     out, lse = reference.flash_varlen(**call.args)
     dout = torch.ones(1).to(out.dtype).expand(out.shape)
-    # a kernel for two results, one that XLA has, and two that nobody asks for
+    # a kernel for two results, one that XLA has, and two that are not needed
     mask = False, True, True, False, True
     given = call.args | dict(dout=dout, dlse=None, out=out, softmax_lse=lse, output_mask=mask)
     for name in FORWARD_ONLY:

@@ -50,7 +50,7 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     wanted[np.array(keys.tile_of)[rows], np.array(cut.tile_of)[queries]] = True
     assert (pairs == wanted).all()
 
-    # every key that there is lies in its place, and only those count
+    # every key is in its place, and only those count
     live = np.zeros(TOTAL_K, bool)
     for b, (_, lk) in enumerate(lengths):
         live[first_key[b] : first_key[b] + lk] = True
@@ -61,4 +61,4 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     is_busy = np.array(keys.tiles.num_visits) > 0
     for tile in range(num_tiles + num_cores):
         later = (t for t in range(tile, num_tiles, num_cores) if is_busy[t])
-        assert int(keys.tiles.busy_from[tile]) == next(later, num_tiles)
+        assert int(keys.tiles.next_nonempty[tile]) == next(later, num_tiles)

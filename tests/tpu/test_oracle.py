@@ -60,7 +60,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
     results, complaints = attended(dma_mode)
     if dma_mode == "on_wait":  # the copy was never made
         assert results[0].isnan().any()
-    else:  # it was made in time, and nobody took note
+    else:  # it was made in time, and was not noted
         assert any("non-zero count" in line for line in complaints)
 
 

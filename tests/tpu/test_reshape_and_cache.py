@@ -61,11 +61,16 @@ def test_runs_of_large_rows_have_fewer_buffers(monkeypatch):
     """Heads of 8 numbers at pages of 256 take 1 MiB of VMEM for each run on its way."""
     import jax
 
-    from torch_paged_attn.backends.tpu import slot_runs
+    from torch_paged_attn.backends.tpu import write_partial
 
-    assert [slot_runs.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [16, 16, 8, 2]
+    assert [write_partial.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [
+        16,
+        16,
+        8,
+        2,
+    ]
     jax.clear_caches()
-    monkeypatch.setattr(slot_runs, "MOST_BYTES", 1)
+    monkeypatch.setattr(write_partial, "MOST_BYTES", 1)
     g = torch.Generator().manual_seed(0)
     key, value = (torch.randn(len(RUNS), 3, 24, generator=g) for _ in range(2))
     kv_cache = torch.zeros(2, 6, 3, 32, 24)

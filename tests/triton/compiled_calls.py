@@ -41,7 +41,7 @@ GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
 OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
 
-# what is said of the longest sequence's keys
+# the hint of the longest sequence's keys
 SAID = {
     "d128/said_few_near/bf16": 512,
     "d128/said_few/bf16": 4096,
@@ -71,6 +71,19 @@ MORE = {
     p.name: p
     for p in (
         Problem("d128/prefill_wide_pages/bf16", PREFILL, 8, 2, 128, dtype=bf16, page_size=128),
+        # pages of sizes that are not compiled in, shorter and longer than a tile's keys
+        *(
+            Problem(f"{name}_{size}/bf16", seqs, 8, 2, dim, dtype=bf16, page_size=page)
+            for size, page in (("short_pages", 17), ("long_pages", 544))
+            for name, seqs, dim in (
+                ("d64/prefill", PREFILL, 64),
+                ("d128/prefill", PREFILL, 128),
+                ("d256/prefill", PREFILL, 256),
+                ("d128/decode", DECODE, 128),
+            )
+        ),
+        Problem("d128/prefill_short_pages/f32", PREFILL, 8, 2, 128, dtype=f32, page_size=17),
+        Problem("d128/decode_short_pages/kv_int8", DECODE, 8, 2, 128, page_size=17, **OF_INT8),
         Problem("d128/prefill_full/bf16", PREFILL, 8, 2, 128, dtype=bf16, causal=False),
         Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
         Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),
@@ -219,7 +232,7 @@ def attention(problem: Problem) -> Callable[[], None]:
 
 
 def _backward(problem: Problem) -> Callable[[], None]:
-    """The backward of a problem's call, whose values matter to nobody."""
+    """The backward of a problem's call, whose values do not matter."""
     from torch_paged_attn.backends.triton import BACKEND
 
     call = build(problem)

@@ -4,10 +4,19 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
+
 from torch_paged_attn.testing import Problem
 
-# what a kernel is told when it runs: that there is one makes another kernel, not how much it is
+# arguments of a running kernel: whether there is one makes another kernel, its value does not
 AT_RUN_TIME = ("window_size_left", "window_size_right", "softcap", "padding_rows", "density")
+
+
+def every_other(cases: Iterable[Any]) -> list[Any]:
+    """With `--sample`, the first of the cases, the third and so on."""
+    return [
+        pytest.param(x, marks=pytest.mark.device_suite) if i % 2 else x for i, x in enumerate(cases)
+    ]
 
 
 def values_of(problem: Problem) -> Iterator[tuple[str, str]]:

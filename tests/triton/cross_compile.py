@@ -1,6 +1,7 @@
-"""Compile, for chips that are not here, what calls would launch there, and read what came out.
+"""Compile, for chips that are not here, what calls would launch there, and read the result.
 
-    python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only SUBSTRING] [--processes N]
+    python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only REGEX] [--processes N]
+                                         [--json FILE]
 
 The calls are in `compiled_calls.py`. Tiles, specialisations and compiler options are those of a
 launch, because a launch is what happens, up to the point where a kernel would be loaded.
@@ -12,9 +13,11 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -83,6 +86,9 @@ KNOWN_KERNELS = {
     "_hopper_mla_bytes_fwd_kernel": 56,
 }
 
+# memory that Triton would allocate for a kernel; AMD's has none
+SCRATCH = "global", "profile"
+
 # what shared memory of 99 KiB does not hold, and is refused by name
 REFUSED = {
     (arch, f"{BACKWARDS}{name}")
@@ -110,6 +116,8 @@ class Kernel:
     parts_threads: bool  # by a clock that each of them reads
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
     wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
+    code: int  # bytes of machine code
+    scratch: int  # bytes of memory that Triton would allocate for a program
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -147,6 +155,15 @@ def _local_memory(cubin: bytes) -> tuple[int, int]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
     return int(registers), int(stack) + int(local)
+
+
+def _code_bytes(elf: bytes) -> int:
+    """Bytes of machine code in a compiled kernel, which is an ELF file for NVIDIA and for AMD."""
+    (at,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count = struct.unpack_from("<HH", elf, 0x3A)
+    # of each section: name, type, flags (4: it is code), address, place, bytes
+    sections = [struct.unpack_from("<IIQQQQ", elf, at + size * i) for i in range(count)]
+    return sum(section[5] for section in sections if section[2] & 4)
 
 
 def _fused(ptx: str, llvm: str) -> int:
@@ -216,6 +233,8 @@ def _read(arch: str, name: str, binary) -> Kernel:
         *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
         parts_threads=parts_threads,
         mixes_lanes=lanes_mix,
+        code=_code_bytes(binary.asm["hsaco" if arch.startswith("gfx") else "cubin"]),
+        scratch=sum(getattr(binary.metadata, f"{kind}_scratch_size", 0) for kind in SCRATCH),
         wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),
     )
 
@@ -304,11 +323,12 @@ def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arch", nargs="*", help=f"of {', '.join(CHIPS)}; all without one")
-    parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument("--only", default="", help="calls in whose name this is found")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="a file for all that was read of the kernels")
     options = parser.parse_args()
-    names = [name for name in CALLS if options.only in name]
-    failed = 0
+    names = [name for name in CALLS if re.search(options.only, name)]
+    failed, read = 0, []
     for arch in options.arch or CHIPS:
         with workers(options.processes) as pool:
             done = pool.map(functools.partial(compile_call, arch), names)
@@ -316,6 +336,7 @@ def main() -> None:
                 for kernel in kernels:
                     faults = kernel.faults(arch, name)
                     failed += bool(faults)
+                    read.append({"chip": arch, "call": name, **dataclasses.asdict(kernel)})
                     print(
                         f"{arch:7} {name:34} {kernel.name:26} {kernel.registers:3} registers"
                         f" {kernel.spills:4} bytes and"
@@ -323,6 +344,8 @@ def main() -> None:
                         f" {kernel.matrix_instructions:4} matrix  {'; '.join(faults)}",
                         flush=True,
                     )
+    if options.json:
+        options.json.write_text(json.dumps(read, indent=0))
     print(f"{len(names) * len(options.arch or CHIPS)} calls, {failed} kernels at fault")
     raise SystemExit(failed > 0)
 

@@ -406,8 +406,8 @@ LOOPS: dict[str, Callable[[New], Step]] = {
 }
 
 
-def run(name: str, steps: int, device: str = "cpu") -> None:
-    """A loop of so many steps."""
+def run(name: str, steps: int, device: str = "cpu", stride: int = 1) -> None:
+    """A loop of so many steps, or of each `stride`th of them."""
     step = LOOPS[name](New(torch.device(device)))
-    for i in range(steps):
+    for i in range(0, steps, stride):
         step(i)

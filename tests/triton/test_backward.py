@@ -28,7 +28,7 @@ def backward_call(problem, device, **changes):
 
 
 def test_statistics(kernels, device):
-    """Every row where it is said to be, and everything written."""
+    """Every row is in its place, and everything is written."""
     from torch_paged_attn.backends.triton.backward_statistics import plan_statistics
 
     seqs = ((70, 0), (0, 9), (5, -3), (64, 0), (1, 0))
@@ -155,7 +155,7 @@ def test_rows_of_no_sequence(device):
     used = torch.zeros(dk.shape[0], dtype=torch.bool)
     for start, length in zip(bounds, forward.seqused_k.tolist(), strict=False):
         used[start : start + length] = True
-    used[bounds[1] : bounds[2]] = False  # nobody asks
+    used[bounds[1] : bounds[2]] = False  # not asked for
     assert cumulative([9, 0, 7]).tolist() == forward.cu_seqlens_q.tolist()
     for x in (dk, dv):
         assert torch.isfinite(x).all() and (x[~used.to(x.device)] == 0).all()

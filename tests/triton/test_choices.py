@@ -96,7 +96,7 @@ def test_chunks(seqs, heads, options, reach, expected):
         (260, (32, 8, 128), 1024, True, True),  # few rows
         (490, (64, 8, 128), 4096, False, True),
         (243, (40, 8, 128), 512, True, True),
-        (1008, (32, 32, 128), 0, False, False),  # nobody says anything
+        (1008, (32, 32, 128), 0, False, False),  # without hints
         (4000, (32, 8, 128), 2048, False, False),  # many tiles
     ],
 )
@@ -213,7 +213,7 @@ def test_heads_of_any_width_are_batch_invariant():
         ((torch.tensor(5), 5), True, 0),
     ],
 )
-def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
+def test_hint_of_the_longest_sequence(hints, is_packed, said):
     assert flash_varlen.said_of_longest(*hints, is_packed) == said
 
 
@@ -233,7 +233,7 @@ def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
         (torch.tensor(900), False, 0),
     ],
 )
-def test_what_is_said_of_its_keys(keys, is_packed, said):
+def test_hint_of_its_keys(keys, is_packed, said):
     assert flash_varlen.said_of_reach(keys, is_packed) == said
 
 

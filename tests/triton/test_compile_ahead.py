@@ -44,6 +44,6 @@ def test_each_kernel_once(hopper):
     assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
 
 
-def test_what_fails_is_said(hopper):
+def test_failures_are_reported(hopper):
     with pytest.warns(UserWarning, match=r"1 of 1 processes .* nothing to call on cpu"):
         compile_ahead.compile_ahead(refuse, CPU, 1)

@@ -81,7 +81,7 @@ def test_the_costs_have_the_names_of_the_table():
         (variant(head_dim=512), 1),
         (variant(dtype=e4m3), 1),
         (variant(seqs=((30, 60),) * 9), 30),  # more rows than one consumer has
-        (variant(seqs=((3, 60),) * 9), 0),  # nobody says how long the longest is
+        (variant(seqs=((3, 60),) * 9), 0),  # the longest length is unknown
         (variant(seqs=()), 1),
     ],
 )
@@ -98,8 +98,8 @@ def test_other_chips_have_no_way():
         assert flash_varlen.way_of(hopper_call(DECODES, max_seqlen_k=100), 1) is None
 
 
-def test_decodes_are_told_by_their_number():
-    """More than 64 of them are no reason to take them for longer ones, if nothing is said."""
+def test_decodes_are_recognised_by_their_number():
+    """More than 64 of them are no reason to take them for longer ones, if there is no hint."""
     assert way_of(variant(seqs=((1, 60),) * 90), 0) == way_of(variant(seqs=((1, 60),) * 90), 1)
 
 
@@ -127,7 +127,7 @@ def test_ways_that_can_run_a_call(queries, head_dim, kv_dtype):
 
 
 def test_long_sequences_are_not_left_to_one_program_each():
-    """Few sequences of very many keys are divided, whoever does it."""
+    """Few sequences of very many keys are divided, by every kernel."""
     for queries in (1, 8):
         way = way_of(variant(seqs=((queries, 60),) * 2), queries, keys=8192)
         assert way.form is None or not way.form.is_numbered

@@ -1,11 +1,21 @@
-"""How many kernels a process compiles whose lengths grow with each call. Nothing is compiled."""
+"""How many kernels a process compiles whose lengths grow with each call. Without a GPU nothing is
+compiled; on one, Triton's own hook counts.
+"""
+
+import gc
 
 import cross_compile
 import growing_calls
 import pytest
+import torch
 from kernel_counts import counted
+from triton import knobs
+from triton.runtime.jit import JITFunction
 
-STEPS, MOST = 200, 6
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.runtime import launch_cache
+
+STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 # chips with Hopper's kernels, with the portable ones alone, and AMD's
 ARCHES = ("sm90", "sm80", "gfx942")
 # a step is two calls, a forward and a backward, each of which may take as many
@@ -23,9 +33,9 @@ def most_kernels(arch, name):
     return MORE.get((arch, name), 2 * MOST if name in TRAINING else MOST)
 
 
-def count(arch, name):
+def count(arch, name, stride):
     with counted(arch) as kernels:
-        growing_calls.run(name, STEPS)
+        growing_calls.run(name, STEPS, stride=stride)
     return len(kernels), kernels.report()
 
 
@@ -45,7 +55,32 @@ def pairs():
 
 
 @pytest.mark.parametrize(("arch", "name"), pairs())
-def test_growing_calls_compile_few_kernels(arch, name, process):
-    found, report = process.submit(count, arch, name).result()
+def test_growing_calls_compile_few_kernels(arch, name, process, request):
+    # with `--sample`, every third step: all remainders of 16 are among them
+    stride = 3 if request.config.getoption("--sample") else 1
+    found, report = process.submit(count, arch, name, stride).result()
     print(f"{arch} {name}: {found} kernels")
     assert 0 < found <= most_kernels(arch, name), report
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that Triton compiles or finds on the disk, by its own hook, in a process that has
+    none yet."""
+    launch_cache.clear()
+    for x in gc.get_objects():
+        if issubclass(type(x), JITFunction):
+            x.device_caches.clear()
+    found = set()
+    note = lambda *, key, fn, **_: found.add((fn.name, key))  # noqa: E731
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", growing_calls.LOOPS)
+def test_growing_calls_compile_few_kernels_on_this_gpu(name, compiled):
+    growing_calls.run(name, STEPS_ON_GPU, "cuda")
+    torch.cuda.synchronize()
+    arch = "sm80" if support.unsupported_device() else "sm90"
+    assert 0 < len(compiled) <= most_kernels(arch, name), sorted(x for x, _ in compiled)

@@ -18,7 +18,7 @@ from torch_paged_attn.testing import Layout, Problem, build
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
-# keys that no query sees, queries that see no key, rows of nobody
+# keys that no query sees, queries that see no key, padding rows
 HIDDEN = ((400, -150), (70, 0), (130, -100), (0, 40), (5, 300))
 
 SHAPES = {
@@ -78,7 +78,7 @@ FEW = {("d128", NONE), ("d128", BY_BOX), ("d192_v128", NONE)}
 
 
 def hopper_call(problem, **changes):
-    """A call whose values matter to nobody."""
+    """A call whose values do not matter."""
     forward = getattr(AttentionCall, problem.op)(**build(problem).args | changes)
     out, lse = forward.new_results()
     return BackwardCall(forward, dout=out, dlse=lse, out=out, softmax_lse=lse)

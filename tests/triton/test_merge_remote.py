@@ -91,7 +91,7 @@ def merge_alone(device):
     return found, group.missing
 
 
-def test_nobody_waits_for_ever(device):
+def test_waiting_ends(device):
     """Who finds itself alone says who is missing, and nothing of what it merged counts."""
     if device.type == "cpu":
         found, missing = merge_alone(device)

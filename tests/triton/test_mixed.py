@@ -99,7 +99,7 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(), 2048, (128, 8, 64, 2)),
         (dict(seqs=((500, 0), *SHORT_STEP)), 900, (128, 8, 64, 2)),  # more rows
         (dict(), 2049, None),  # tiles may have to be cut
-        (dict(), 0, None),  # nobody says
+        (dict(), 0, None),  # no hint
         (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
         (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 64, 2)),
         (dict(seqs=((900, 0), *SHORT_STEP)), 900, None),  # products are most of it
@@ -127,7 +127,7 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
     ],
 )  # fmt: skip
 def test_which_batches_need_no_list(options, longest_keys, expected):
-    """By what is said of the longest sequence's keys: heads of a tile, its keys, and consumers."""
+    """By the hint of the longest sequence's keys: heads of a tile, its keys, and consumers."""
     plain = dict(seqs=SHORT_STEP, num_heads=64, num_kv_heads=8, head_dim=128, page_size=16)
     problem = Problem("p", **plain | options, dtype=bf16)
     with assume(HOPPER):

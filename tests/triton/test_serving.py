@@ -8,12 +8,16 @@ import pytest
 import torch
 from cross_compile import elsewhere
 
-from torch_paged_attn._serving import Serving, Step
+from torch_paged_attn._serving import MOST_ROWS, Serving, Step
+from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
+from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 
 TINY = {"max_batch": 6, "max_tokens": 256, "max_length": 256}
 SMALL = {"max_batch": 24, "max_tokens": 2048, "max_length": 1024}
 LARGE = {"max_batch": 128, "max_tokens": 16384, "max_length": 4608}
 # heads, KV heads and head_dim, and what else differs
+# steps that were missed once
+FOUND = [Step(1, 25, 25, 4608)]
 MODELS = {
     "d64": ((32, 8, 64), {}),
     "d128": ((32, 8, 128), {}),
@@ -56,6 +60,20 @@ def drawn_steps(serving, count):
         total = min(total, serving.max_tokens)
         keys = max(longest, g.choice((serving.max_length, up_to(serving.max_length))))
         yield Step(batch, total, longest, min(keys, serving.max_length))
+
+
+def every_step(serving):
+    """All steps of few sequences, as far as plans can tell them apart."""
+    long = BLOCK_M * serving.num_kv_heads // serving.num_heads + 1
+    keys = {said_of_reach(n, False) for n in range(1, serving.max_length + 1)}
+    for batch in range(1, serving.max_batch + 1):
+        for total in range(batch, serving.max_tokens + 1):
+            least, most = -(-total // batch), total - batch + 1
+            # longer ones are all the same
+            for longest in {min(x, max(least, long)) for x in range(least, most + 1)}:
+                for reach in keys:
+                    if reach >= longest:
+                        yield Step(batch, total, longest, min(reach, serving.max_length))
 
 
 def keys_taken(serving, steps, arch="sm90"):
@@ -104,7 +122,34 @@ thorough = pytest.mark.thorough(on_gpu=False)
 )
 def test_no_step_takes_another_kernel(name, sizes, count, compiler):
     serving = serving_of(name, sizes)
-    steps = list(drawn_steps(serving, count))
+    found = [step for step in FOUND if step.max_seqlen_k <= serving.max_length]
+    steps = [*found, *drawn_steps(serving, count)]
     warmed, missed = compiler.submit(keys_taken, serving, steps).result()
     assert missed == []
     assert 5 < warmed < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("d128", {"max_batch": 1, "max_tokens": 300, "max_length": 4608}),
+        *(
+            pytest.param(name, sizes, marks=thorough)
+            for name in MODELS
+            for sizes in (
+                {"max_batch": 1, "max_tokens": 2048, "max_length": 4608},
+                {"max_batch": 4, "max_tokens": 160, "max_length": 2048},
+            )
+        ),
+    ],
+)
+def test_no_step_of_few_sequences_takes_another_kernel(name, sizes, compiler):
+    """All of them: `Serving.steps` samples numbers of queries, between which kernels may change."""
+    serving = serving_of(name, sizes)
+    warmed, missed = compiler.submit(keys_taken, serving, list(every_step(serving))).result()
+    assert missed == []
+    assert 5 < warmed < 100
+
+
+def test_the_hint_on_queries_says_something_for_so_many_rows():
+    assert MOST_ROWS == BLOCK_M == MOST_SAID

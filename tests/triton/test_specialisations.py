@@ -53,7 +53,7 @@ def test_few_kernels_for_all_batches(specialisations):
 
 
 def drawn_steps(count):
-    """Decodes, guessed tokens, chunks of prompts, and mixed batches."""
+    """Decodes, draft tokens, chunks of prompts, and mixed batches."""
     g = random.Random(1)
     for number in range(count):
         batch = int(MOST_SEQUENCES ** g.random())

@@ -108,7 +108,7 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
     claimed, count, limit = order[0, :3].tolist()
     assert claimed == 0
     if short == 0:
-        limit = -1  # nobody asks
+        limit = -1  # not asked for
     assert limit in (-1, 0, short)
     entries = order[1 + 2 * most_parts // 8 :][:count].tolist()
     pieces, costs, parts = collections.defaultdict(list), [], []

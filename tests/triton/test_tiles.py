@@ -58,7 +58,7 @@ def test_even_splits(sequences, programs):
     ids=str,
 )
 def test_tiles_in_turns(longest, options, kernels, device):
-    """Whatever is said of the longest sequence."""
+    """Whatever the hint of the longest sequence."""
     from torch_paged_attn.backends.triton.portable.attention import attend
 
     seqs = ((0, 0), (40, 0), (1, 0), (17, 0), (0, 0))

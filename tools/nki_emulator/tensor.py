@@ -159,7 +159,7 @@ class NkiTensor:
         if vector_offset is not None:
             require(not self.on_chip, "vector_offset needs a tensor in HBM")
             require(indirect_dim == 0, "vector_offset needs indirect_dim = 0")
-            require(vector_offset.buffer is SBUF, "vector_offset lies in SBUF")
+            require(vector_offset.buffer is SBUF, "vector_offset is in SBUF")
             if vector_offset.shape != (shape[0], 1):
                 raise Violation(
                     f"vector_offset has shape {vector_offset.shape}, the pattern {shape[0]} rows"
@@ -217,7 +217,7 @@ class NkiTensor:
         return np.ndarray(self.shape, bitmap.dtype, bitmap, start, self.strides)
 
     def read(self) -> np.ndarray:
-        """The values, a view: whoever reads what nothing wrote is refused."""
+        """The values, a view; reading memory that was not written is refused."""
         storage, start = self.storage, self.start()
         if storage.written is not None and not self.marks(storage.written, start).all():
             raise Violation(f"read of {self.buffer.value} {self.shape} before it is written")

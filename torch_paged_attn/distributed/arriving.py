@@ -1,6 +1,5 @@
 """Attention for some heads while the keys of the other heads are still being copied."""
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.distributed.shared_keys import Arriving
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.backend import serving_device
 
 # argument -> the dimension that has one entry per query head
 OF_HEADS = {"alibi_slopes": -1, "sinks": 0, "attn_bias": 0}
@@ -51,13 +51,10 @@ def attend_as_they_come(
 
 def _attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> None:
     """Write the results of `flash_varlen(**given)` to `out` and `lse`."""
-    device = out.device.type
-    is_seen = _dispatch_modes() > 0 or torch.is_autocast_enabled(device)
-    if device == "cuda" and not is_seen and importlib.util.find_spec("triton") is not None:
-        from torch_paged_attn.backends.triton.some_heads import attend
-
-        if attend(given, out, lse):
-            return
+    is_seen = _dispatch_modes() > 0 or torch.is_autocast_enabled(out.device.type)
+    backend, _ = serving_device(out.device)
+    if not is_seen and backend is not None and backend.attend_heads(given, out, lse):
+        return
     found = flash_varlen(**given)
     out.copy_(found[0])
     lse.copy_(found[1])

@@ -8,7 +8,6 @@ than on bandwidth: with 32 sequences and 32 heads of 128, half a megabyte is sen
 """
 
 import datetime
-import importlib.util
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import all_gather
 from torch_paged_attn.distributed.symmetric import TIMEOUT, symmetric_memory
 from torch_paged_attn.ops import merge_states
+from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail, refuse
 
 OP, INSTEAD = "SymmetricCombine", "combine='all_to_all'"
@@ -123,11 +123,12 @@ class SymmetricCombine:
         memory = symmetric_memory(OP, device, INSTEAD)
         if num_heads % ranks.size:
             fail(OP, "num_heads", num_heads, f"a multiple of the {ranks.size} ranks")
-        if importlib.util.find_spec("triton") is None:
-            refuse(OP, "Triton is not installed", f"install it, or use {INSTEAD}")
-        from torch_paged_attn.backends.triton.merge_remote import Slots
-
-        slots = Slots.of(ranks.size, max_tokens * num_heads // ranks.size, head_dim_v)
+        backend, reason = serving_device(device)
+        self.kernel: Any = None if backend is None else backend.remote_merge()
+        if self.kernel is None:
+            refuse(OP, reason or f"no kernel for {device.type}", f"use {INSTEAD}")
+        elements = max_tokens * num_heads // ranks.size
+        slots = self.kernel.Slots.of(ranks.size, elements, head_dim_v)
         self.calls = torch.zeros(slots.programs, dtype=torch.int32, device=device)
         self.missing = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.said = self.missing.numpy()
@@ -162,11 +163,9 @@ class SymmetricCombine:
     def __call__(
         self, out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        from torch_paged_attn.backends.triton.merge_remote import merge_remote
-
         given = out, lse, self.calls, self.missing, self.slots, self.flags
         options: dict[str, Any] = {"rank": ranks.rank, "out_dtype": out_dtype}
-        return merge_remote(*given, **options, seconds=self.seconds)
+        return self.kernel.merge_remote(*given, **options, seconds=self.seconds)
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

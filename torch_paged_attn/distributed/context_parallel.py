@@ -27,6 +27,7 @@ from torch_paged_attn.distributed.shards import Shards
 from torch_paged_attn.distributed.shared_keys import SharedKeys
 from torch_paged_attn.distributed.ulysses import ulysses_attention
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import refuse
 
@@ -80,6 +81,7 @@ def all_gather_attention(
         NotImplementedError: on all ranks, another option, or `memory` with gradients.
     """
 
+    q, k, v = cast_early(q, k, v)
     # the messages are different ones if gradients are needed
     trains = _wants_gradients(q, k, v, *options.values())
 

@@ -20,6 +20,7 @@ from torch_paged_attn.distributed.local_call import KNOWN, is_default, refuse_la
 from torch_paged_attn.distributed.ranks import Group, Ranks, agree
 from torch_paged_attn.distributed.shards import all_gather
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.checks import check_lengths, fail, refuse
 
@@ -147,6 +148,7 @@ def decode_attention(
     if isinstance(combine, SymmetricCombine):
         combine.check_all_came()  # before any CUDA call, which would only report a failed launch
     ranks = Ranks.of(OP, group)
+    q, k, v = cast_early(q, k, v)
     if cu_seqlens_q is None:
         # the only query is at the last position and sees all keys, so no causal mask is needed
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)

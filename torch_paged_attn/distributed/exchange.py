@@ -117,10 +117,10 @@ class Exchange:
         self.sent_run = slice(start, start + len(given)) if is_run else None
 
         # row of the batch -> its row here: own rows come first, then received ones
-        lies_at = torch.full((shards.tokens,), -1)
-        lies_at[shards.owned[rank]] = torch.arange(self.own_rows)
-        lies_at[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
-        keys = lies_at[_ranges(starts, own.high - own.low)]
+        index_of = torch.full((shards.tokens,), -1)
+        index_of[shards.owned[rank]] = torch.arange(self.own_rows)
+        index_of[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
+        keys = index_of[_ranges(starts, own.high - own.low)]
         total = self.own_rows + sum(self.came_rows)
         self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
         self.keys = shards.to_device(keys)

@@ -18,6 +18,7 @@ from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_states
+from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.checks import refuse
 
 OP = "ring_attention"
@@ -49,6 +50,7 @@ def ring_attention(
             rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option, or 8-bit inputs.
     """
+    q, k, v = cast_early(q, k, v)
     check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check(call, shards))
     sinks = options.pop("sinks", None)
     causal = options.pop("causal", False)

@@ -160,13 +160,8 @@ def _dims(x: Any) -> int:
     return len(x.tensor_meta.shape) if is_tensor(x) else 0
 
 
-def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
-    """The rule of a write into `number` cache tensors, whose dimension `heads` is that of heads.
-
-    Arguments that are not placed like the cache are refused: DTensor would redistribute them, which
-    makes a copy of a cache, and a write into the copy is lost.
-    """
-    caches, scales = args[2 : 2 + number], args[3 + number :]
+def _check_caches(op: str, heads: int, caches: Sequence[Any]) -> tuple[Any, ...]:
+    """The placements of cache tensors; ValueError unless they are the same, by heads."""
     lies = tuple(caches[0].placements)
     for dim, placement in enumerate(lies):
         if placement not in (Replicate(), Shard(heads)):
@@ -177,6 +172,17 @@ def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
             fail(op, "the cache", got, f"placed by heads, Shard({heads}), or Replicate()")
     if any(tuple(x.placements) != lies for x in caches):
         fail(op, "v_cache", caches[1].placements, f"placed as k_cache, {lies}")
+    return lies
+
+
+def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
+    """The rule of a write into `number` cache tensors, whose dimension `heads` is that of heads.
+
+    Arguments that are not placed like the cache are refused: DTensor would redistribute them, which
+    makes a copy of a cache, and a write into the copy is lost.
+    """
+    caches, scales = args[2 : 2 + number], args[3 + number :]
+    lies = _check_caches(op, heads, caches)
     wanted = tuple(Shard(1) if p == Shard(heads) else p for p in lies)
     for name, x in zip(("key", "value"), args, strict=False):
         if tuple(x.placements) != wanted:
@@ -331,7 +337,8 @@ def reshape_and_cache(
         )
         fail("reshape_and_cache", "kv_cache", got, "a DTensor, or a pair of them")
     mesh, heads = caches[0].device_mesh, 2 if len(caches) == 1 else 1
-    at = [Shard(1) if p == Shard(heads) else Replicate() for p in caches[0].placements]
+    lies = _check_caches("reshape_and_cache", heads, caches)  # DTensor would wrap the error
+    at = [Shard(1) if p == Shard(heads) else Replicate() for p in lies]
     pair = [_lift(mesh, x).redistribute(placements=at) for x in (key, value)]
     rest = [_lift(mesh, x) for x in (slot_mapping, k_scale, v_scale)]
     both = PAGED_ATTN.reshape_and_cache

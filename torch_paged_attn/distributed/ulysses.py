@@ -17,6 +17,7 @@ from torch_paged_attn.distributed.local_call import check_call, from_head, refus
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.checks import fail, refuse
 
 OP = "ulysses_attention"
@@ -57,6 +58,7 @@ def ulysses_attention(
     if torch.compiler.is_compiling() and TORCH < (2, 12):
         problem = f"torch {torch.__version__} compiles two collectives into one"
         refuse(OP, problem, "use torch 2.12 or later, or no torch.compile")
+    q, k, v = cast_early(q, k, v)
     check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check_heads(call, ranks))
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads < ranks.size:

@@ -7,26 +7,49 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations._dropout import drawn_rng_state
 from torch_paged_attn.integrations._kvcache import end_to_end
 from torch_paged_attn.integrations._storages import check_storages, readable
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.kinds import refuse_nested
 
 Window: TypeAlias = tuple[int | None, int | None]
+
+
+# what to do instead of giving an argument that is not supported
+INSTEAD = {
+    "seqused_q": "leave unused rows out of q, and their numbers out of cu_seqlens_q",
+    "leftpad_k": "leave the padding out of k and v, or call flash_attn_with_kvcache with"
+    " cache_leftpad",
+    "attention_chunk": "pass its mask as attn_bias to torch_paged_attn.flash_varlen",
+    "rotary_seqlens": "rotate q and k before the call",
+}
 
 
 def refuse(name: str, **arguments: Any) -> None:
     """Raise NotImplementedError for an argument that is given, since none of these is supported."""
     for argument, value in arguments.items():
         if isinstance(value, Tensor) or value:
-            checks.refuse(name, f"{argument} is not supported")
+            checks.refuse(name, f"{argument} is not supported", INSTEAD.get(argument, ""))
+
+
+def one_of(name: str, **arguments: Any) -> Any:
+    """The value of the one argument that is not None; ValueError if several are, which are names of
+    one argument.
+    """
+    given = [argument for argument, value in arguments.items() if value is not None]
+    if len(given) > 1:
+        fail(name, " and ".join(arguments), "both", "one argument, given once")
+    return arguments[given[0]] if given else None
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
-    """Raise TypeError for an argument that is not a tensor."""
+    """Raise TypeError for an argument that is not a tensor, or a nested one."""
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
             fail(name, argument, f"{value!r:.60}", "a tensor", TypeError)
+        refuse_nested(name, argument, value)
 
 
 def both_sides(name: str, window_size: Any) -> tuple[int, int]:
@@ -110,22 +133,26 @@ def flash_varlen_arguments(
     dropout_p: float = 0.0,
     deterministic: bool = True,
     return_attn_probs: bool = False,
+    qv: Tensor | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """The arguments of `flash_varlen` whose values differ from the defaults.
 
     name: the calling function, for errors
+    qv: q_latent, with which FlashAttention-3's scale counts the elements of both
     arguments: further arguments of `flash_varlen`, which are passed on
     """
     arguments |= {"q": q, "k": k, "v": v}
+    if qv is not None:
+        arguments["q_latent"] = qv
+        if arguments.get("softmax_scale") is None:
+            arguments["softmax_scale"] = (q.shape[-1] + qv.shape[-1]) ** -0.5
     scale = arguments.get("softmax_scale")
     _check_numbers(name, softmax_scale=1.0 if scale is None else scale, softcap=softcap)
     if dropout_p > 0:
         if return_attn_probs:
             checks.refuse(name, "return_attn_probs is not supported with dropout_p > 0")
-        # seed and offset from the default generator of q's device: nothing is read on the host
-        rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-        arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
+        arguments |= {"dropout_p": dropout_p, "rng_state": drawn_rng_state(q.device)}
     if window_size != (-1, -1):
         left, right = both_sides(name, window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}

@@ -3,6 +3,7 @@
 All of it runs on the device: the host of an accelerator reads no tensor values.
 """
 
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -13,21 +14,24 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._storages import with_whole_rows
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.accepted import as_int32
 from torch_paged_attn.ops.append_and_attend import append_and_attend
+from torch_paged_attn.ops.checks import refuse
 
 
 def in_one_call(
     tensors: tuple[Any, ...], s_aux: Tensor | None, descales: tuple[Any, ...], **options: Any
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `softmax_lse` by the operator `append_and_attend`, which has less host time. None
-    for calls that it does not support: only eager calls on a GPU, with pages and without gradients.
+    for calls that it does not support: only eager calls on a GPU, with pages, without gradients and
+    outside autocast.
 
     tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
     options: keyword arguments of `append_and_attend`
     """
     if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
         return None
-    if not tensors[0].is_cuda or environment.CHECK:
+    if not tensors[0].is_cuda or environment.CHECK or torch.is_autocast_enabled("cuda"):
         return None
     if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
         return None
@@ -100,32 +104,30 @@ def pages_of(
     """The block table of a call. In a cache without pages, each row of the cache is a page."""
     if block_table is not None:
         if cache_batch_idx is not None:
-            raise NotImplementedError(
-                f"{checks.OP}: cache_batch_idx is not offered with a block_table"
-            )
+            refuse(checks.OP, "cache_batch_idx is not supported with block_table")
+        block_table = as_int32(checks.OP, "block_table", block_table)
         checks.check_per_sequence("block_table", block_table, batch, "(batch, max_pages)")
         return block_table
     if cache_batch_idx is not None:
-        integers = (torch.int32, torch.int64)
-        checks.check_per_sequence("cache_batch_idx", cache_batch_idx, batch, "(batch,)", integers)
+        cache_batch_idx = as_int32(checks.OP, "cache_batch_idx", cache_batch_idx)
+        checks.check_per_sequence("cache_batch_idx", cache_batch_idx, batch, "(batch,)")
         if may_read:
             checks.check_batch_idx(cache_batch_idx, k_cache.shape[0])
-        return cache_batch_idx.to(torch.int32)[:, None]
+        return cache_batch_idx[:, None]
     if k_cache.shape[0] != batch:
-        raise ValueError(
-            f"{checks.OP}: k_cache must have a row for each of {batch} sequences unless "
-            f"cache_batch_idx or a block_table is given, got shape {tuple(k_cache.shape)}"
-        )
+        expected = f"{batch}, a row for each sequence, or cache_batch_idx or block_table given"
+        checks.fail("k_cache.shape[0]", k_cache.shape[0], expected)
     return _constants.row_numbers(batch, k_cache)
 
 
 def lengths_of(cache_seqlens: Tensor | int, batch: int, like: Tensor) -> Tensor:
     """cache_seqlens as int32 (batch,)."""
-    if isinstance(cache_seqlens, int):
-        value = max(min(cache_seqlens, 2**31 - 1), -(2**31))
+    if isinstance(cache_seqlens, int | numbers.Integral):
+        value = max(min(int(cache_seqlens), 2**31 - 1), -(2**31))
         return _constants.repeated(value, batch, like)
-    checks.check_per_sequence("cache_seqlens", cache_seqlens, batch, "(batch,)")
-    return cache_seqlens
+    lengths = as_int32(checks.OP, "cache_seqlens", cache_seqlens)
+    checks.check_per_sequence("cache_seqlens", lengths, batch, "(batch,)")
+    return lengths
 
 
 class NewTokens(NamedTuple):
@@ -158,6 +160,7 @@ def new_tokens(
             )
         k, v = with_whole_rows(checks.OP, "k", k), with_whole_rows(checks.OP, "v", v)
         return NewTokens(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
+    cu_seqlens_k_new = as_int32(checks.OP, "cu_seqlens_k_new", cu_seqlens_k_new)
     checks.check_per_sequence("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1,)")
     for name, x in (("k", k), ("v", v)):
         checks.check_tensor(name, x, "(total_new, num_kv_heads, head_dim)")

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.ops import checks
+from torch_paged_attn.ops.accepted import as_accepted, operator_of
 from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"
+OPERATOR = operator_of(torch.ops.paged_attn.flash_varlen.default)
 INT32 = (torch.int32,)
 # shape as errors spell it -> number of dimensions
 DIMS = {
@@ -42,8 +44,8 @@ def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] 
         fail(name, f"a {type(x).__name__}", f"a tensor {shape}", TypeError)
     if x.dim() != DIMS[shape]:
         fail(name, f"shape {tuple(x.shape)}", shape)
-    if dtypes and x.dtype not in dtypes:
-        fail(name, names((x.dtype,)), names(dtypes))
+    if dtypes:
+        checks.check_dtype(OP, name, x, dtypes)
 
 
 def check_per_sequence(
@@ -110,16 +112,37 @@ def check_bounds(name: str, bounds: Tensor, total: int, total_name: str) -> None
         fail(f"{name}[-1]", values[-1], f"at most {total_name} = {total}")
 
 
-def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
-    """Raise RuntimeError if new tokens do not fit into the cache."""
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise for a cache that `flash_varlen` would refuse by other names."""
+    dtypes = tuple(dict.fromkeys((q.dtype, *checks.QUANTISED)))
+    shape = "(pages, page_size, num_kv_heads, head_dim)"
+    check_tensor("k_cache", k_cache, shape, dtypes)
+    check_tensor("v_cache", v_cache, shape, (k_cache.dtype,))
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        expected = f"{tuple(k_cache.shape[:3])} + (head_dim_v,), as k_cache"
+        fail("v_cache", f"shape {tuple(v_cache.shape)}", expected)
+    if 0 in k_cache.shape[1:]:
+        fail("k_cache", f"shape {tuple(k_cache.shape)}", "at least 1 from its second dimension on")
+
+
+def check_room(
+    cache_seqlens: Tensor, new: int | Tensor | None, capacity: int, has_table: bool
+) -> None:
+    """Raise RuntimeError if a sequence is longer than the cache has room for, with its new tokens.
+
+    new: their number, of each sequence or of all; None without k and v, where a negative length
+        raises ValueError: it is no row of padding
+    """
     lengths = cache_seqlens.tolist()
-    counts = [new] * len(lengths) if isinstance(new, int) else new.tolist()
-    longest = max((n + new for n, new in zip(lengths, counts, strict=True) if n >= 0), default=0)
-    if longest > capacity:
-        raise RuntimeError(
-            f"{OP}(): expected cache_seqlens plus the new tokens to be at most {capacity}, the room"
-            f" of block_table (or of the cache's rows), got {longest}"
-        )
+    counts = new.tolist() if isinstance(new, Tensor) else [new or 0] * len(lengths)
+    room = f"{capacity}, the room of {'block_table' if has_table else 'a row of k_cache'}"
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if length < 0 and new is None:
+            fail(f"cache_seqlens[{b}]", length, f"from 0 to {room}")
+        if length >= 0 and length + count > capacity:
+            plus = "" if new is None else " plus the new tokens"
+            expected = f"at most {room}"
+            fail(f"cache_seqlens[{b}]{plus}", length + count, expected, RuntimeError)
 
 
 def check_gradients(arguments: dict[str, Any]) -> None:
@@ -138,6 +161,7 @@ def check_attention(arguments: dict[str, Any]) -> None:
     """Run the checks of `flash_varlen`, which would otherwise run after the cache has been written
     to.
     """
+    _, arguments = as_accepted(OPERATOR, (), arguments)
     check(**arguments)
     # of values, which hints are not
     call = {name: x for name, x in arguments.items() if not name.startswith("max_seqlen")}

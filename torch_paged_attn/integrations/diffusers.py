@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations._arguments import of_equal_lengths
+from torch_paged_attn.integrations._dropout import drawn_rng_state
 from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen
 
@@ -107,7 +108,7 @@ def attention(
         options["attn_bias"] = _bias(attn_mask, batch, heads, queries, key.shape[1])
     if dropout_p > 0.0:
         options["dropout_p"] = dropout_p
-        options["rng_state"] = torch.randint(2**62, (2,), device=query.device)
+        options["rng_state"] = drawn_rng_state(query.device)
     tensors = of_equal_lengths(query, key, value, attn_mask)
     out, lse = flash_varlen(**tensors, softmax_scale=scale, **options)
     out = out.unflatten(0, (batch, queries))

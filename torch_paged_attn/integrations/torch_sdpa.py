@@ -28,6 +28,7 @@ from torch_paged_attn import _processor
 from torch_paged_attn.integrations._arguments import of_equal_lengths
 from torch_paged_attn.integrations.torch_attention import Handle
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.backend import serving
 
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 TABLE = Path(__file__).with_name("sdpa_table.json")
@@ -156,9 +157,8 @@ def activate() -> Handle:
     Raises:
         RuntimeError: this package's CPU kernels cannot run here.
     """
-    from torch_paged_attn.backends.cpu import BACKEND
-
-    if (reason := BACKEND.unsupported()) is not None:
+    backend, reason = serving("CPU")
+    if backend is None:
         raise RuntimeError(f"PAGED_ATTN_SDPA stands in for PyTorch's CPU kernel, and {reason}")
     kernel = Sdpa(_processor.family())
     library = torch.library.Library("aten", "IMPL", "CPU")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations._constants import multiples, repeated
+from torch_paged_attn.integrations._dropout import drawn_rng_state
 from torch_paged_attn.integrations._transformers_batching import continuous, keep_pages, rows
 from torch_paged_attn.integrations._transformers_dense import (
     attend_dense,
@@ -152,8 +153,7 @@ def attention_forward(
     }
     if dropout > 0:
         # from torch's generator, whose state activation checkpointing restores
-        rng_state = torch.randint(2**62, (2,), device=query.device)
-        options |= {"dropout_p": dropout, "rng_state": rng_state}
+        options |= {"dropout_p": dropout, "rng_state": drawn_rng_state(query.device)}
     if indices is not None or block_indices is not None:
         refuse_lists(cache, cu_seq_lens_q, attention_mask)
         lists = KeyLists.of(module, indices, block_indices)

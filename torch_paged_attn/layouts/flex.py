@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+# masks that need no layout
+INSTEAD = (
+    "A mask of documents or of a sliding window needs no layout: pass cu_seqlens_q with the "
+    "documents' lengths, or window_size_left, to flash_varlen"
+)
+
+
 def from_block_mask(
     block_mask: BlockMask, *, causal: bool = False, widen_partial: bool = False
 ) -> BlockSparseLayout:
@@ -52,7 +59,8 @@ def from_block_mask(
         raise ValueError(
             f"block_mask has {int(partial.sum())} partial blocks, inside which its mask_mod hides "
             "keys, and a layout cannot. Pass causal=True if mask_mod is the causal mask there and "
-            "call blocksparse with causal=True, or widen_partial=True to see these blocks whole"
+            "call blocksparse with causal=True, or widen_partial=True to see these blocks whole. "
+            f"{INSTEAD}"
         )
     mask = full | partial
     mask = mask[0] if mask.size(0) == 1 else mask
@@ -102,5 +110,6 @@ def _check_causal(block_mask: BlockMask, full: Tensor, partial: Tensor) -> None:
     if count:
         raise ValueError(
             f"causal=True, but in {count} of {len(batch)} partial blocks of block_mask the "
-            "mask_mod is not the causal mask; widen_partial=True sees these blocks whole"
+            "mask_mod is not the causal mask; widen_partial=True sees these blocks whole. "
+            f"{INSTEAD}"
         )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.accepted import as_int32
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -24,8 +26,8 @@ class BlockSparseLayout:
     `col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]]`. A row may be empty. Entries
     of col_indices after a head's last row are padding.
 
-    crow_indices: ([batch,] H, rows + 1) int32
-    col_indices: ([batch,] H, nnz) int32, on the same device
+    crow_indices: ([batch,] H, rows + 1) int32, which int64 is cast to
+    col_indices: ([batch,] H, nnz) the same, on the same device
     q_block_size, k_block_size: positions per block: 16, 32, 64, 128 or 256
     num_cols: number of columns of `dense()`; None: as many as the largest listed column needs
 
@@ -45,8 +47,11 @@ class BlockSparseLayout:
             indices = getattr(self, name)
             if not isinstance(indices, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(indices).__name__}")
+            if indices.dtype == torch.int64:
+                indices = as_int32("BlockSparseLayout", name, indices)
+                object.__setattr__(self, name, indices)
             if indices.dtype != torch.int32:
-                raise ValueError(f"{name} must be int32, got {indices.dtype}")
+                raise ValueError(f"{name} must be int32 or int64, got {indices.dtype}")
             if indices.dim() not in (2, 3):
                 raise ValueError(
                     f"{name} must be ([batch,] H, ...), two or three dimensions, "

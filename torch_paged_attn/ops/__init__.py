@@ -5,7 +5,7 @@ Of the backends only the CPU's compiled library is loaded, if it was built.
 
 from typing import TYPE_CHECKING
 
-from torch_paged_attn.ops import _flops, _library, paths
+from torch_paged_attn.ops import _flops, _library
 from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: the import
 from torch_paged_attn.ops import append_slots as append_slots  # registers the operator
 
@@ -37,21 +37,6 @@ from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
 
 _library.bind_backends()
-if not TYPE_CHECKING:
-    blocksparse = paths.profiled("blocksparse", blocksparse)
-    blocksparse_backward = paths.profiled("blocksparse_backward", blocksparse_backward)
-    flash_varlen = paths.profiled("flash_varlen", flash_varlen)
-    flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
-    flash_varlen_out = paths.profiled("flash_varlen_out", flash_varlen_out)
-    select_keys = paths.profiled("select_keys", select_keys)
-    selected_attention = paths.profiled("selected_attention", selected_attention)
-    selected_attention_backward = paths.profiled(
-        "selected_attention_backward", selected_attention_backward
-    )
-    selected_mass = paths.profiled("selected_mass", selected_mass)
-merge_states = paths.profiled("merge_states", merge_states)
-merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
-reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
 _flops.register_flops()
 
 __all__ = [

@@ -16,10 +16,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
-from torch_paged_attn.ops.backend import serving
-
-# device type -> dispatch key, for devices whose kernel launches a graph can hold
-DISPATCH_KEYS = {"cuda": "CUDA", "neuron": "PrivateUse1"}
+from torch_paged_attn.ops.backend import serving_device
 
 
 def _is_static(value: Any) -> bool:
@@ -44,12 +41,12 @@ def inline(name: str, library: torch.library.Library) -> None:
 
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        key = DISPATCH_KEYS.get(tensors[0].device.type)
-        if any(x.requires_grad for x in tensors):
-            key = None
+        device = tensors[0].device
+        # torch_xla's own graphs hold operators
+        is_opaque = device.type == "xla" or any(x.requires_grad for x in tensors)
         is_static = all(map(_is_static, leaves))
-        if key and is_static and not custom_triton_ops_decomposition_disabled():
-            backend, _ = serving(key)
+        if not is_opaque and is_static and not custom_triton_ops_decomposition_disabled():
+            backend, _ = serving_device(device)
             function = backend.traceable(name_of(op)) if backend is not None else None
             if function is not None:
                 with mode:

@@ -14,17 +14,13 @@ from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
-from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
+from torch_paged_attn.ops.backend import Backend, backends, backends_of, dispatch_keys, serving
 from torch_paged_attn.ops.checks import fail, refuse, storage_fault
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
-ATTENTION = (
-    *("flash_varlen", "flash_varlen_out", "blocksparse"),
-    *("flash_varlen_backward", "blocksparse_backward"),
-)
 # ops that write into their arguments and that torch_xla's users call
 WRITING = ("reshape_and_cache", "flash_varlen_out")
 
@@ -32,8 +28,6 @@ WRITING = ("reshape_and_cache", "flash_varlen_out")
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 # op name -> its schema, as text
 SCHEMAS: dict[str, str] = {}
-# ops for which the compiled kernels have `<op>_plan`: how they would run a call, as JSON
-PLANNED = ("flash_varlen", "blocksparse")
 # op name -> its gate to autograd
 GATES: dict[str, Gate] = {}
 # op name -> a function of PyTorch operators for backends that have no kernel
@@ -49,6 +43,8 @@ def define(
     derivative: Derivative | None = None,
     composed: Callable[..., Any] | None = None,
     autocast: bool = False,
+    call: Callable[..., AttentionCall | BackwardCall] | None = None,
+    has_plan: bool = False,
 ) -> torch._ops.OpOverload:
     """Define one operator: its schema, its fake, its gate to autograd, and `<op>_error`.
 
@@ -58,7 +54,9 @@ def define(
     fake: returns empty results of the right shape and dtype
     derivative: how autograd differentiates the op; None: it has no derivative
     composed: the op as a function of PyTorch operators, for backends that have no kernel
-    autocast: whether q, k and v are cast under `torch.autocast`
+    autocast: whether tensors are cast under `torch.autocast`, by `_autocast.RULES`
+    call: makes an AttentionCall or a BackwardCall of the op's arguments, if it is attention
+    has_plan: whether compiled kernels have `<op>_plan`: how they would run a call, as JSON
 
     `<op>_error` takes the operator's arguments and returns the error message of the first rule that
     they break. A compiled kernel that finds a rule broken calls it for the message.
@@ -83,7 +81,7 @@ def define(
     LIBRARY.define(f"{error_name}{arguments}-> str")
     explain = functools.partial(_explain, gate, name, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
-    if name in PLANNED:
+    if has_plan:
         LIBRARY.define(f"{name}_plan{arguments}-> str")
 
     if not name.endswith("_backward"):
@@ -92,6 +90,8 @@ def define(
         bind_autocast(LIBRARY, name, (gate.op, gate.gated_op))
     if composed is not None:
         COMPOSED[name] = composed
+    if call is not None:
+        paths.CALLS[name] = call
     OPS[name] = check, check_values
     SCHEMAS[name] = schema
     return gate.op
@@ -102,7 +102,7 @@ def bind_backends() -> None:
 
     Compiled libraries are loaded now; a backend in Python is imported by the first call.
     """
-    for key in dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys):
+    for key in dispatch_keys():
         first = backends_of(key)[0]
         is_loaded = first.is_compiled and first.unsupported() is None
         if is_loaded and not _sees_gradients():
@@ -179,16 +179,13 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
     refuse(name, f"not supported by the {backend.name} backend")
 
 
-def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _refuse_lacking(call: AttentionCall | BackwardCall) -> None:
     """Raise for an argument that the compiled CPU kernels do not support."""
     backend = next(backend for backend in backends() if backend.is_compiled)
-    forward = name.removesuffix("_backward")
-    if forward == name:
-        call, lacks = getattr(AttentionCall, name)(*args, **options), backend.lacks
+    if isinstance(call, BackwardCall):
+        refuse_lacking(call.named_forward(), backend.name, backend.lacks_in_backward)
     else:
-        call = getattr(BackwardCall, forward)(*args, **options).named_forward()
-        lacks = backend.lacks_in_backward
-    refuse_lacking(call, backend.name, lacks)
+        refuse_lacking(call, backend.name, backend.lacks)
 
 
 def _explain(
@@ -198,8 +195,8 @@ def _explain(
         _check_storages(gate, *args)
         for check in checks:
             check(*args, **kwargs)
-        if name in ATTENTION:
-            _refuse_lacking(name, args, kwargs)
+        if name in paths.CALLS:
+            _refuse_lacking(paths.CALLS[name](*args, **kwargs))
         gate.refuse(args, kwargs)
     except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         return f"{type(error).__name__}: {error}"
@@ -215,3 +212,11 @@ LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
 LIBRARY.define("cpu_isas_missing() -> str")
 # whether the CPU kernels check if an input requires grad
 LIBRARY.define("cpu_sees_gradients() -> bool")
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, list[str]]:
+    """The instruction set that the CPU kernels use, and all that this processor supports, slowest
+    first. Asked once, because torch never frees a text that such an operator returns.
+    """
+    return torch.ops.paged_attn.cpu_isa(), torch.ops.paged_attn.cpu_isas().split()

@@ -1,20 +1,24 @@
 """What the public functions take besides what the operators do.
 
 An operator takes one form of each argument, so that kernels are for one. Callers have others at
-hand: `cumsum` makes int64, a module in bfloat16 keeps its sinks in bfloat16. These are turned into
-the operator's form here, on their device, before the operator is called: eagerly, in a traced
-graph and with gradients alike. The operators' checks refuse what is still wrong then.
+hand: `cumsum` makes int64, a module in bfloat16 keeps its sinks and slopes in bfloat16. These are
+turned into the operator's form here, on their device, before the operator is called: eagerly, in a
+traced graph and with gradients alike. The operators' checks refuse what is still wrong then.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, storage_fault
 
 INT32 = torch.iinfo(torch.int32)
+
+# most calls name them
+WINDOWS = "window_size_left", "window_size_right"
 
 # (the operator's name, the argument's, its value, the arguments by position) -> the value to pass.
 # It returns the same object if the operator takes it, or is to refuse it
@@ -29,7 +33,7 @@ class Operator(NamedTuple):
     positions: tuple[tuple[int, str], ...]  # of arguments with a form
     behind: int  # the number of arguments that every call passes by position
     lengths: tuple[int, ...]  # the positions of the lengths among them
-    others: frozenset[str]  # arguments with a form that are given by name
+    others: frozenset[str]  # arguments with a form that are given by name, but windows
 
 
 def operator_of(op: torch._ops.OpOverload) -> Operator:
@@ -39,7 +43,7 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     # `block_table` is the last that the public functions of attention name
     behind = listed.index("block_table") + 1 if "block_table" in listed else 0
     lengths = tuple(i for i, _ in positions if i < behind)
-    others = frozenset(name for _, name in positions)
+    others = frozenset(name for _, name in positions).difference(WINDOWS)
     name = op._schema.name.removeprefix("paged_attn::")
     return Operator(op, name, positions, behind, lengths, others)
 
@@ -50,7 +54,7 @@ def as_accepted(
     """The arguments of a call, by position and by name, as the operator takes them."""
     _, name, positions, behind, lengths, others = operator
     # a decode step's call has no more than this
-    if len(args) == behind and others.isdisjoint(options):
+    if len(args) == behind and others.isdisjoint(options) and _are_usual(options):
         for at in lengths:
             if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
                 break
@@ -61,11 +65,17 @@ def as_accepted(
         if at < len(found) and found[at] is not None:
             found[at] = FORMS[argument](name, argument, found[at], args)
     # torch 2.11 does not trace the intersection of two sets of names
-    turned = {n: FORMS[n](name, n, x, args) for n, x in options.items() if n in others}
-    return tuple(found), options | turned
+    named = {n: x for n, x in options.items() if n in others or n in WINDOWS}
+    return tuple(found), options | {n: FORMS[n](name, n, x, args) for n, x in named.items()}
 
 
-def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
+def _are_usual(options: dict[str, Any]) -> bool:
+    """Whether the windows among the options are as operators take them."""
+    left, right = options.get(WINDOWS[0], -1), options.get(WINDOWS[1], -1)
+    return type(left) is int and type(right) is int and left >= -1 <= right
+
+
+def as_int32(op: str, name: str, x: Any, args: tuple[Any, ...] = ()) -> Any:
     """int64 lengths, page ids or indices as int32. On a CPU, numbers that int32 does not hold raise
     ValueError; in a traced graph they become the nearest that it holds.
     """
@@ -73,6 +83,8 @@ def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
         return x
     if x.device.type == "cpu":
         if _is_readable(x):
+            if fault := storage_fault(x):
+                fail(op, name, *fault)
             least, most = torch.aminmax(x)
             for value in (int(least), int(most)):
                 if not INT32.min <= value <= INT32.max:
@@ -88,15 +100,16 @@ def _is_readable(x: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _scale(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
-    """A scale of shape (1,), for all heads, as one of shape ()."""
-    return x.squeeze(0) if isinstance(x, Tensor) and x.shape == (1,) else x
-
-
-def _sinks(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
-    """Sinks of 16 bits, as a module in a 16-bit dtype holds them, in float32."""
+def _float32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
+    """Sinks, slopes and scales of 16 bits, as a module in a 16-bit dtype holds them, in float32."""
     is_short = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     return x.float() if is_short else x
+
+
+def _scale(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
+    """A scale of shape (1,) or (1, 1), for all heads, as one of shape ()."""
+    x = _float32(op, name, x, args)
+    return x.reshape(()) if isinstance(x, Tensor) and x.shape in ((1,), (1, 1)) else x
 
 
 def _bias(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
@@ -114,7 +127,7 @@ def _bias(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
 
 def _window(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
     """A negative window as -1, unbounded, which is what flash-attn's are."""
-    return -1 if isinstance(x, int) and x < -1 else x
+    return -1 if isinstance(x, numbers.Integral) and x < -1 else x
 
 
 _INDICES = (
@@ -124,9 +137,9 @@ _INDICES = (
 _SCALES = "q_descale", "k_descale", "v_descale", "k_scale", "v_scale"
 
 FORMS: dict[str, Form] = {
-    **dict.fromkeys(_INDICES, _int32),
+    **dict.fromkeys(_INDICES, as_int32),
     **dict.fromkeys(_SCALES, _scale),
-    "sinks": _sinks,
+    **dict.fromkeys(("sinks", "alibi_slopes"), _float32),
     "attn_bias": _bias,
     "window_size_left": _window,
     "window_size_right": _window,

@@ -32,7 +32,7 @@ from torch_paged_attn.ops.checks import (
 )
 
 # arguments that have no gradient
-CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "out_scale")
+CONSTANTS = tuple(x.name for x in arguments("flash_varlen") if x.is_constant)
 
 
 def check_backward(call: BackwardCall) -> None:

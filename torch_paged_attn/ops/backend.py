@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
@@ -34,7 +35,7 @@ class Backend:
     """The name of the backend's folder."""
 
     dispatch_keys: ClassVar[tuple[str, ...]]
-    """The dispatch keys of its tensors: "CPU", "CUDA", "XLA" or "PrivateUse1"."""
+    """The dispatch keys of its tensors, such as "CPU", "CUDA", "XPU" or "PrivateUse1"."""
 
     is_compiled: ClassVar[bool] = False
     """Whether its kernels are in a compiled library, which `unsupported` loads and which registers
@@ -59,6 +60,12 @@ class Backend:
     def unsupported(self) -> str | None:
         """Why the backend cannot run on this machine; None if it can."""
         return None
+
+    def is_asked_for(self, key: str) -> bool:
+        """Whether the user has asked for this backend on a dispatch key, so that no other one may
+        serve it where this one cannot run.
+        """
+        return False
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """The kernel that would run a valid call, and why.
@@ -121,6 +128,25 @@ class Backend:
         """
         return None
 
+    def attend_heads(self, given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
+        """Write the results of `flash_varlen(**given)`, a checked call, to `out` and `lse`, which
+        may be slices of the results of all heads. False, and nothing is written, if no kernel can.
+        """
+        return False
+
+    def compiler(self) -> Any:
+        """The module that compiles kernels in processes of their own: `compile_ahead`,
+        `compile_calls` and `remembered` of backends/triton/compile_ahead.py. None if there is
+        nothing to compile in advance.
+        """
+        return None
+
+    def remote_merge(self) -> Any:
+        """The module that merges the results of all ranks in memory that they share: `Slots` and
+        `merge_remote` of backends/triton/merge_remote.py. None if there is no such kernel.
+        """
+        return None
+
     def notes(self) -> list[str]:
         """Further lines about the backend in the report of `python -m torch_paged_attn`."""
         return []
@@ -131,6 +157,11 @@ def backends() -> tuple[Backend, ...]:
     """All backends, in order of preference."""
     modules = (importlib.import_module(f"torch_paged_attn.backends.{name}") for name in FOLDERS)
     return tuple(module.BACKEND for module in modules)
+
+
+def dispatch_keys() -> tuple[str, ...]:
+    """The dispatch keys of all backends."""
+    return tuple(dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys))
 
 
 def backends_of(key: str) -> list[Backend]:
@@ -146,10 +177,11 @@ def serving(key: str) -> tuple[Backend | None, str]:
         if reason is None:
             return backend, ""
         reasons.append(reason)
+        if backend.is_asked_for(key):
+            break
     return None, "; ".join(reasons) or "no backend for this device yet"
 
 
 def serving_device(device: torch.device) -> tuple[Backend | None, str]:
     """`serving` for tensors on a device."""
-    keys = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
-    return serving(keys.get(device.type, "PrivateUse1"))
+    return serving(torch._C._dispatch_key_for_device(device.type))

@@ -13,6 +13,7 @@ from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
 from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -109,12 +110,15 @@ _blocksparse = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=AttentionCall.blocksparse,
+        has_plan=True,
         derivative=AttentionDerivative("blocksparse"),
         autocast=True,
     )
 )
 
 
+@public
 @described
 def blocksparse(
     q: Tensor,

@@ -12,6 +12,7 @@ from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.blocksparse import check_layout, check_layout_values
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -38,11 +39,13 @@ _blocksparse_backward = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=BackwardCall.blocksparse,
         derivative=OnceDifferentiable("blocksparse_backward"),
     )
 )
 
 
+@public
 @described
 def blocksparse_backward(
     dout: Tensor,

@@ -58,7 +58,12 @@ def check_dtype(
     if tensor is None:
         fail(op, name, "None", f"a tensor of {names(allowed)}")
     if tensor.dtype not in allowed:
-        fail(op, name, names((tensor.dtype,)), names(allowed))
+        expected = names(allowed)
+        if tensor.dtype is torch.int64 and allowed == (torch.int32,):
+            expected += " (torch_paged_attn's functions cast int64, torch.ops does not: .int())"
+        if tensor.dtype is torch.uint8 and torch.float8_e4m3fn in allowed:
+            expected += " (bytes of float8 as such: .view(torch.float8_e4m3fn))"
+        fail(op, name, names((tensor.dtype,)), expected)
 
 
 def check_shape(op: str, name: str, tensor: Tensor, shape: tuple, meaning: str) -> None:

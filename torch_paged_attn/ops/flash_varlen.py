@@ -10,6 +10,7 @@ from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -34,6 +35,8 @@ _flash_varlen = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=AttentionCall.flash_varlen,
+        has_plan=True,
         derivative=AttentionDerivative("flash_varlen"),
         autocast=True,
     )
@@ -53,6 +56,7 @@ def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str,
             raise TypeError(f"{op}() got multiple values for argument '{name}'")
 
 
+@public
 @described
 def flash_varlen(
     q: Tensor,

@@ -12,6 +12,7 @@ from torch_paged_attn.ops.attention_checks import check_attention_values
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -36,11 +37,13 @@ _flash_varlen_backward = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=BackwardCall.flash_varlen,
         derivative=OnceDifferentiable("flash_varlen_backward"),
     )
 )
 
 
+@public
 @described
 def flash_varlen_backward(
     dout: Tensor,

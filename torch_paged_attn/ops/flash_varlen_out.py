@@ -20,6 +20,7 @@ from torch_paged_attn.ops.checks import (
 )
 from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.signature import described, schema
 
 OP = "flash_varlen_out"
@@ -106,11 +107,13 @@ _flash_varlen_out = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=AttentionCall.flash_varlen_out,
         autocast=True,
     )
 )
 
 
+@public
 @described
 def flash_varlen_out(
     out: Tensor,
@@ -129,10 +132,10 @@ def flash_varlen_out(
     """`flash_varlen`, whose result is written into `out`: the same bits, and no copy.
 
     For engines that own the memory of results. Rows past `cu_seqlens_q[-1]` are written too: 0.
-    Under `torch.autocast` q, k and v are cast, and `out` has the dtype that they are cast to. In a
-    graph of torch.compile the call is one node, which changes `out` in place. The TPU and Neuron
-    backends run `flash_varlen` and copy; so does a GPU if `out` has gaps or starts off a multiple
-    of 16 bytes.
+    Under `torch.autocast` q, k and v are cast to `out`'s dtype, or to autocast's if `out` is
+    float8. In a graph of torch.compile the call is one node, which changes `out` in place. The TPU
+    and Neuron backends run `flash_varlen` and copy; so does a GPU if `out` has gaps or starts off a
+    multiple of 16 bytes.
 
     Args:
         {arguments}

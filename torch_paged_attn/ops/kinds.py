@@ -1,5 +1,5 @@
-"""Errors for arguments of a wrong type or an unknown name, which torch's dispatcher refuses before
-any check here."""
+"""Errors for arguments of a wrong type, of an unknown name, or of a kind of tensor that has no
+kernel: torch's dispatcher refuses them before any check here."""
 
 import difflib
 import re
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops.accepted import Operator, as_accepted
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import fail, refuse
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -46,6 +46,8 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
 
     Raises:
         TypeError: an argument is of the wrong type, or has a name that no argument has.
+        NotImplementedError: DTensors without their rules, or beside plain tensors; vmap over a
+            dimension of size 0.
     """
     args, options = as_accepted(operator, args, options)
     op = operator.op
@@ -54,6 +56,7 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
     except RuntimeError as error:
         _refuse_names(op, options)
         _refuse_types(error, op, args, options)
+        _refuse_tensors(error, op, args, options)
         raise
 
 
@@ -85,6 +88,42 @@ def _refuse_types(
         if argument.name == refused[1]:
             name, kind = schema.name.removeprefix("paged_attn::"), str(argument.real_type)
             _refuse(name, argument.name, given[argument.name], kind)
+
+
+def refuse_nested(op: str, name: str, value: Any) -> None:
+    """Raise TypeError for a nested tensor."""
+    if isinstance(value, Tensor) and value.is_nested:
+        expected = (
+            "a plain tensor: of a nested one with layout=torch.jagged, pass values() as the packed"
+            " rows and offsets() as cu_seqlens"
+        )
+        fail(op, name, "a nested tensor", expected, TypeError)
+
+
+def _refuse_tensors(
+    error: RuntimeError, op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Raise for nested tensors, DTensors and vmap, of which torch's own text names the operator,
+    and not what to do.
+    """
+    function, text = op._schema.name.removeprefix("paged_attn::"), str(error)
+    names = [x.name for x in op._schema.arguments]
+    for name, value in zip(names, args, strict=False):
+        refuse_nested(function, name, value)
+    if "does not have a sharding strategy" in text:
+        problem = "DTensors have no rules yet"
+        refuse(function, problem, "import torch_paged_attn.distributed.sharding")
+    if "mixed torch.Tensor and DTensor" in text:
+        refuse(
+            function,
+            "DTensors beside plain tensors are not supported",
+            "make all tensors DTensors, with torch_paged_attn.distributed.sharding imported; call"
+            " functions that make tensors themselves (flash_attn_func, flash_attn_with_kvcache)"
+            " inside torch.distributed.tensor.experimental.local_map",
+        )
+    if "vmap over dims of size 0" in text:
+        problem = "vmap over a dimension of size 0 is not supported"
+        refuse(function, problem, "leave the call out where it is empty")
 
 
 def _refuse(op: str, name: str, value: Any, kind: str) -> None:

@@ -6,17 +6,15 @@ Each of them changes the result, so a backend that does not support one has to r
 from collections.abc import Sequence
 from typing import Any
 
-from torch_paged_attn.attention_call import defaults
+from torch_paged_attn.attention_call import arguments, defaults
 from torch_paged_attn.ops.checks import refuse
 
-# `rng_state[2:]` are the offsets of dropout's head, row and column
-OPTIONAL = (
-    *("q_latent", "tail_mask", "k_start", "q_position"),
-    *("batch_invariant", "key_ranks", "key_rank", "key_interleave"),
-    "rng_state[2:]",
-)
+_LISTED = [x for x in arguments("flash_varlen") if x.is_optional]
+# the offsets of dropout's head, row and column
+_OFFSETS = "rng_state[2:]"
+OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS)
 # those that a backward takes as well
-OF_BACKWARD = tuple(x for x in OPTIONAL if x not in ("q_latent", "batch_invariant"))
+OF_BACKWARD = (*(x.name for x in _LISTED if x.in_backward), _OFFSETS)
 
 _DEFAULTS = defaults("flash_varlen")
 

@@ -19,6 +19,7 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 
 OP = "merge_states"
 
@@ -95,6 +96,7 @@ _merge_states = operator_of(
         check_values=check_values,
         fake=fake,
         derivative=MergeDerivative(),
+        autocast=True,
     )
 )
 
@@ -131,6 +133,7 @@ def composed_list(
     # torch's operators may round differently for other strides
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     stacked = torch.stack(lses)
+    stacked = stacked.masked_fill(stacked == float("inf"), float("-inf"))
     lse = stacked.logsumexp(0)
     saw_none = lse == float("-inf")
     # not exp(part - lse): beside numbers of 1e8 the logarithm in `lse` is lost
@@ -173,11 +176,13 @@ _merge_states_list = operator_of(
         check_values=check_values,
         fake=fake_list,
         derivative=ListDerivative(),
+        autocast=True,
         composed=composed_list,
     )
 )
 
 
+@public
 def merge_states(
     out_a: Tensor | Sequence[Tensor],
     lse_a: Tensor | Sequence[Tensor],
@@ -191,9 +196,9 @@ def merge_states(
     `softmax_lse = log(sum(exp(lse)))` over the parts. `out` is the sum over the parts of their
     `out` times `exp(lse - softmax_lse)`, added up in their order in float32 and rounded once.
     Prefix plus new tokens, shared-prefix cascades and context parallelism are compositions of
-    `flash_varlen` and this. A row of a part that saw no key (lse -inf) has weight 0, whatever its
-    `out` holds; if no part saw a key, the row's result is `(0, -inf)`. Give a sink to one part
-    only.
+    `flash_varlen` and this. A row of a part that saw no key (lse -inf, or +inf as FlashAttention-2
+    gives it) has weight 0, whatever its `out` holds; if no part saw a key, the row's result is
+    `(0, -inf)`. Give a sink to one part only.
 
     Args:
         out_a, out_b: `(total_q, num_heads, head_dim_v)` float32, bfloat16 or float16, any strides.

@@ -11,6 +11,7 @@ from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.merge_states import check_parts
+from torch_paged_attn.ops.paths import public
 
 OP = "merge_states_backward"
 
@@ -60,7 +61,7 @@ def composed(
     """The op in PyTorch operators, for backends without a kernel."""
     gradients = []
     for part, lse in ((out_a, lse_a), (out_b, lse_b)):
-        seen = lse > float("-inf")
+        seen = lse.isfinite()
         weight = (lse - softmax_lse).exp()
         dlse_part = (dout.float() * (part.float() - out.float())).sum(-1).mT
         if dlse is not None:
@@ -86,6 +87,7 @@ _merge_states_backward = operator_of(
 )
 
 
+@public
 def merge_states_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -103,7 +105,8 @@ def merge_states_backward(
         dout_part = w * dout
         dlse_part = w * (dout . (out_part - out) + dlse)
 
-    Both are 0 where the part saw no key (lse -inf), whatever its `out` and the row of `dout` hold.
+    Both are 0 where the part saw no key (lse -inf or +inf), whatever its `out` and the row of
+    `dout` hold.
 
     Args:
         dout: `(total_q, num_heads, head_dim_v)`, of out_a's dtype; gradient of `out`, any strides.

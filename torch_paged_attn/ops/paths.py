@@ -5,7 +5,6 @@ The backend chooses the kernel (`Backend.path`). Calls themselves do not run thi
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,20 +24,11 @@ from torch_paged_attn.ops.path import announce as announce  # backends log by th
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# op -> the function that makes an AttentionCall or BackwardCall of the op's arguments
-CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
-    "flash_varlen": AttentionCall.flash_varlen,
-    "flash_varlen_out": AttentionCall.flash_varlen_out,
-    "blocksparse": AttentionCall.blocksparse,
-    "flash_varlen_backward": BackwardCall.flash_varlen,
-    "blocksparse_backward": BackwardCall.blocksparse,
-    "selected_attention": AttentionCall.selected_attention,
-    "selected_attention_backward": BackwardCall.selected_attention,
-}
-OTHERS = (
-    *("merge_states", "merge_states_backward", "reshape_and_cache"),
-    *("selected_mass", "select_keys"),
-)
+# op -> the function that makes an AttentionCall or BackwardCall of the op's arguments; `define` of
+# ops/_library.py fills it
+CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {}
+# op -> its public function
+PUBLIC: dict[str, Callable[..., Any]] = {}
 
 
 def is_real(x: Tensor) -> bool:
@@ -50,7 +40,7 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     """All arguments of a call of an op's public function by name: defaults are included, and
     missing hints are computed from shapes.
     """
-    given = inspect.signature(public(op)).bind(*args, **options)
+    given = inspect.signature(function_of(op)).bind(*args, **options)
     given.apply_defaults()
     found = given.arguments
     if "max_seqlen_q" in found:
@@ -62,11 +52,17 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     return found
 
 
-def public(op: str) -> Callable[..., Any]:
+def public(function: Function) -> Function:
+    """A decorator for an op's public function: `explain` finds it, and profiles name its calls."""
+    PUBLIC[function.__name__] = function
+    return profiled(function.__name__, function)
+
+
+def function_of(op: str) -> Callable[..., Any]:
     """The public function of an op."""
-    if op not in CALLS and op not in OTHERS:
-        fail("explain", "op", repr(op), f"one of {', '.join((*CALLS, *OTHERS))}")
-    return getattr(importlib.import_module(f"torch_paged_attn.ops.{op}"), op)
+    if op not in PUBLIC:
+        fail("explain", "op", repr(op), f"one of {', '.join(PUBLIC)}")
+    return PUBLIC[op]
 
 
 def call_of(op: str, given: dict[str, Any]) -> AttentionCall | BackwardCall | dict[str, Any]:

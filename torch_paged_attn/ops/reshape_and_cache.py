@@ -19,6 +19,7 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 
 OP = "reshape_and_cache"
 
@@ -166,6 +167,7 @@ _reshape_and_cache = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        autocast=True,
     )
 )
 _reshape_and_cache_split = operator_of(
@@ -175,10 +177,12 @@ _reshape_and_cache_split = operator_of(
         check=functools.partial(check_split),
         check_values=check_values_split,
         fake=fake,
+        autocast=True,
     )
 )
 
 
+@public
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,

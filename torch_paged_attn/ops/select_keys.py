@@ -10,6 +10,7 @@ from torch_paged_attn.ops.attention_checks import check_attention, check_attenti
 from torch_paged_attn.ops.checks import FLOAT, check_devices, check_dtype, check_shape, fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.selected_checks import check_select_size
 from torch_paged_attn.ops.signature import described, schema
 from torch_paged_attn.selection_calls import POOLS, SCORES, SelectKeysCall
@@ -55,10 +56,11 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 _select_keys = operator_of(
-    define(schema("select_keys"), check=check, check_values=check_values, fake=fake)
+    define(schema("select_keys"), check=check, check_values=check_values, fake=fake, autocast=True)
 )
 
 
+@public
 @described
 def select_keys(
     q: Tensor,

@@ -10,6 +10,7 @@ from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.selected_checks import check_selected, check_selected_values
 from torch_paged_attn.ops.signature import described, schema
 
@@ -35,6 +36,7 @@ _selected_attention = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=AttentionCall.selected_attention,
         derivative=AttentionDerivative("selected_attention"),
         autocast=True,
     )
@@ -45,6 +47,7 @@ _TENSORS = tensor_names("selected_attention")
 _BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
 
 
+@public
 @described
 def selected_attention(
     q: Tensor,

@@ -12,6 +12,7 @@ from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.selected_checks import check_selected, check_selected_values
 from torch_paged_attn.ops.signature import described, schema
 
@@ -43,11 +44,13 @@ _selected_attention_backward = operator_of(
         check=check,
         check_values=check_values,
         fake=fake,
+        call=BackwardCall.selected_attention,
         derivative=OnceDifferentiable("selected_attention_backward"),
     )
 )
 
 
+@public
 @described
 def selected_attention_backward(
     dout: Tensor,

@@ -10,6 +10,7 @@ from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.flash_varlen import fill_hints
 from torch_paged_attn.ops.kinds import call_operator
+from torch_paged_attn.ops.paths import public
 from torch_paged_attn.ops.selected_checks import check_selected, check_selected_values
 from torch_paged_attn.ops.signature import described, schema
 from torch_paged_attn.selection_calls import MassCall
@@ -41,10 +42,13 @@ def fake(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _selected_mass = operator_of(
-    define(schema("selected_mass"), check=check, check_values=check_values, fake=fake)
+    define(
+        schema("selected_mass"), check=check, check_values=check_values, fake=fake, autocast=True
+    )
 )
 
 
+@public
 @described
 def selected_mass(
     q: Tensor,

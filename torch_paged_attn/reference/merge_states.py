@@ -28,6 +28,8 @@ def _merge(
     outs: Sequence[Any], lses: Sequence[Any], out_dtype: torch.dtype | None, precision: Precision
 ) -> tuple[Tensor, Tensor]:
     like = outs[0]
+    # FlashAttention-2 gives +inf to a row that saw no key
+    lses = [x.masked_fill(x == float("inf"), float("-inf")) for x in lses]
     stacked = torch.stack([x.to(precision.compute) for x in lses])
     lse = stacked.logsumexp(0)
     saw_none = lse == float("-inf")

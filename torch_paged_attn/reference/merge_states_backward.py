@@ -20,7 +20,7 @@ def merge_states_backward(
     c = precision.compute
     results = []
     for part, lse in ((out_a, lse_a), (out_b, lse_b)):
-        seen = lse > float("-inf")
+        seen = lse.isfinite()
         weight = (lse.to(c) - softmax_lse.to(c)).exp().where(seen, 0.0)
         by_row = seen.mT[..., None]
         g, change = (x.to(c).where(by_row, 0.0) for x in (dout, part.to(c) - out.to(c)))

@@ -244,4 +244,9 @@ def _assert_lse(softmax_lse: Tensor, truth: Truth) -> None:
 
 
 def _largest(x: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(x.argmax(), x.shape))
+    # not torch.unravel_index, which imports SymPy: seconds of `python -m torch_paged_attn`
+    rest, where = int(x.argmax()), []
+    for size in reversed(x.shape):
+        rest, i = divmod(rest, size)
+        where.append(i)
+    return tuple(reversed(where))

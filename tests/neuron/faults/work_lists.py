@@ -36,13 +36,13 @@ FAULTS = (
     ),
     Fault(
         "a block more than is listed",
-        "columns.py",
+        "key_columns.py",
         "(block * size < stop[stack])",
         "(block * size < stop[stack] - size)",
         SPARSE,
     ),
     Fault(
-        "heads share runs of more tokens than adjoin",
+        "heads share runs of more tokens than are contiguous",
         "tile_sizes.py",
         "        and fits % (2 * share * run) == 0\n",
         "",

@@ -214,7 +214,7 @@ def range_select(
     on_false_value: float = FP32_MIN,
     name: str | None = None,
 ) -> None:
-    """Keep the elements whose place in the row lies in bounds; the others become FP32_MIN."""
+    """Keep the elements whose place in the row is in bounds; the others become FP32_MIN."""
     machine().count("vector", "range_select")
     require(machine().generation >= 3, "range_select came with the third generation")
     check_tiles("range_select", dst, on_true_tile)

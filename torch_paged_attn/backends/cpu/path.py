@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops._library import instruction_sets
 from torch_paged_attn.ops.paths import Path, is_real
 
 # what multiplies bfloat16 and 8-bit numbers by twos; all else is multiplied in float32
@@ -29,15 +30,14 @@ def products(isa: str, has_pairs: bool) -> str:
 
 def kernel_name(op: str, has_pairs: bool) -> str:
     """The kernels of an op on this machine's instruction set."""
-    isa = torch.ops.paged_attn.cpu_isa()
+    isa, _ = instruction_sets()
     is_attention = op.startswith(("flash_varlen", "blocksparse"))
     return f"{isa}, products of {products(isa, has_pairs)}" if is_attention else isa
 
 
 def path(op: str, call: Any) -> Path:
     """The path of a call."""
-    isa = torch.ops.paged_attn.cpu_isa()
-    faster = torch.ops.paged_attn.cpu_isas().split()
+    isa, faster = instruction_sets()
     faster = faster[faster.index(isa) + 1 :]
     reason = f"{isa} is the fastest instruction set that processor and build have"
     if faster:

@@ -27,6 +27,10 @@ class Neuron(Backend):
 
         return runtime.unsupported()
 
+    def is_asked_for(self, key: str) -> bool:
+        """Whether CPU tensors are to be the emulator's."""
+        return key == "CPU" and environment.NEURON_EMULATE
+
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why it has no gradient of a call, or None; it continues "q requires grad, and "."""
         if call.op != "flash_varlen":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.backward_tiles import Sizes, cut, visible_tiles
 from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.plan import (
@@ -17,7 +18,6 @@ from torch_paged_attn.backends.neuron.plan import (
     tokens_in_sequence,
 )
 from torch_paged_attn.backends.neuron.plan_cache import PlanCache
-from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
 from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
@@ -45,7 +45,7 @@ class BackwardLaunch:
 
     info: WorkInfo
     width: int  # columns of a tile of scores
-    levels: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
+    visible_tiles: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
     adds_dq: bool  # to what earlier launches have left in dq
     adds_dkv: bool  # or in dk and dv
 
@@ -58,7 +58,9 @@ class BackwardLaunch:
     def one_product(self) -> bool:
         """Whether every stack has a single item, which is one tile of scores wide and of which each
         tile of rows sees some key."""
-        return self.one_item and [len(seen) for seen in self.levels] == [self.info.work.depth]
+        return self.one_item and [len(seen) for seen in self.visible_tiles] == [
+            self.info.work.depth
+        ]
 
     @property
     def sees_all_keys(self) -> bool:
@@ -157,12 +159,12 @@ def _make(
         slots = slots_of(work, host, options)
         info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, loads_all=True)
         width = score_width(*dims, tile_k)
-        seen = levels(bool(is_diagonal), batch, group_size, depth, tile_k, width)
+        seen = visible_tiles(bool(is_diagonal), batch, group_size, depth, tile_k, width)
         launches.append(
             BackwardLaunch(
                 info=_with_key_rows(info, heads, slots[1]),
                 width=width,
-                levels=_with_edges(seen, work, width),
+                visible_tiles=_with_edges(seen, work, width),
                 adds_dq=bool(adds_dq),
                 adds_dkv=bool(adds_dkv),
             )
@@ -174,7 +176,8 @@ def _make(
 def _with_edges(
     seen: tuple[tuple[tuple[int, int], ...], ...], work: WorkList, width: int
 ) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
-    """The tiles of `levels`, and whether some row of one is hidden its first, or its last columns.
+    """The tiles of `visible_tiles`, and whether some row of one is hidden its first, or its last,
+    columns.
 
     Where all rows of all items see them all, nothing needs a mask.
     """

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.columns import count_up
+from torch_paged_attn.backends.neuron.key_columns import count_up
 from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
 from torch_paged_attn.backends.neuron.work_list import WorkList
 

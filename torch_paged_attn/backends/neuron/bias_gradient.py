@@ -59,7 +59,7 @@ def _with_columns(info: WorkInfo, laid_out: BiasRows, is_asked: bool) -> WorkInf
     work, lines, device = info.work, laid_out.lines, info.indices.device
     absent = laid_out.absent.unflatten(1, (-1, P)).transpose(1, 2)
     columns = [info.indices, laid_out.index.to(device)]
-    if is_asked:  # each head has rows of its own, whoever shares the bias
+    if is_asked:  # each head has rows of its own, whichever heads share the bias
         row = lines.of_row + (work.member * len(lines.item))[work.stack]
         row = row.where(work.is_row[work.stack], torch.tensor(-1))[info.items]
         row = row.where(~info.is_idle[:, None, None], torch.tensor(-1))

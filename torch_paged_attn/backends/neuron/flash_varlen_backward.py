@@ -182,7 +182,7 @@ def _options(
         run=1,
         share=1,
         width=step.width,
-        levels=step.levels,
+        visible_tiles=step.visible_tiles,
         scale=float(scale),
         softcap=float(call.softcap),
         out_scale=float(call.scale),

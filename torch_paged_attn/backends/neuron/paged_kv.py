@@ -1,4 +1,4 @@
-"""Where a paged cache lies in its storage, as rows that DMAs gather and scatter without a copy."""
+"""A paged cache in its storage, as rows that DMAs gather and scatter without a copy."""
 
 import dataclasses
 import math

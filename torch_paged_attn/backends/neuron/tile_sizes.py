@@ -57,8 +57,8 @@ def choose_tile_sizes(
 ) -> TileSizes:
     """The tiles of keys, and the deepest stack of queries.
 
-    Where a page's tokens adjoin, tiles may be longer, so that runs are: `LONG_RUNS` tokens for each
-    partition.
+    Where a page's tokens are contiguous, tiles may be longer, so that runs are: `LONG_RUNS` tokens
+    for each partition.
     """
     programs = num_programs()
     splits_heads = heads.together % programs == 0
@@ -96,7 +96,7 @@ def _share(
     call: AttentionCall, heads: Heads, loaded: int, fits: int, run: int, rows: PagedKV
 ) -> int:
     """How many heads share a gather of keys in runs of `run` tokens, or of more until pieces are
-    long; `fits` tokens lie side by side. A head of its own for each item has nobody to share with,
+    long; `fits` tokens lie side by side. An item with a head of its own shares with no other,
     and what a bias hides is laid out for unshared keys.
     """
     share = 1

@@ -87,7 +87,7 @@ def bucket(num_items: int) -> int:
     return power * 3 // 4 if power >= 4 and num_items <= power * 3 // 4 else power
 
 
-def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
+def split_over_cores(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
     """Share the items among programs without splitting a stack; each program has as many lines.
 
     Returns each line's item, whether the line is idle, and the largest number of items.
@@ -125,7 +125,7 @@ def lay_out(
 
     Without `token_in_sequence` there is no dropout, and no columns for it.
     """
-    items, is_idle, count = deal(work, programs)
+    items, is_idle, count = split_over_cores(work, programs)
     stack = work.stack[items]
     chunks = work.tile_k // (P * work.run)
 
@@ -154,9 +154,9 @@ def lay_out(
         columns += token_in_sequence[work.token][stack], seed[stack]
     indices = torch.cat(columns, 1).transpose(1, 2)
 
-    nobody = torch.tensor(0)
+    nothing = torch.tensor(0)
     start, stop, key_start, key_stop = (
-        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nobody)
+        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nothing)
         for edge in (work.row_start, work.row_stop, work.key_start, work.key_stop)
     )
     columns = [start, stop, work.position.clamp(-EXACT, EXACT)[stack]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.neuron.columns import Blocks, Columns, Stretch, count_up
+from torch_paged_attn.backends.neuron.key_columns import Blocks, Columns, Stretch, count_up
 
 
 @dataclasses.dataclass(frozen=True)

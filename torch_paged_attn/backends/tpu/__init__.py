@@ -3,7 +3,7 @@
 The files that are named like ops hold functions of these names, which take the op's arguments as
 JAX arrays; `differentiable.py` gives attention its gradients. `binding.py` puts the ops on torch
 tensors, `front_ends.py` finds the way to the device. Compiled by the TPU compiler and run by
-Pallas' interpreter; never yet run on a TPU.
+Pallas' interpreter; not tested on a TPU.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,6 @@ from torch_paged_attn.backends.tpu.dtypes import (
     compute_dtype_of,
     to_float8,
 )
-from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
 from torch_paged_attn.backends.tpu.layout_mask import lay_out_tiles, layout_words
@@ -34,6 +33,7 @@ from torch_paged_attn.backends.tpu.registers import SUBLANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.backends.tpu.token_bias import readable
+from torch_paged_attn.backends.tpu.xla_tiling import Heads
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 
@@ -195,7 +195,7 @@ def _attend_cut(
     call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
 ) -> tuple[Array, Array]:
     """One launch: results of all tokens, of which only those in the cut's tiles count."""
-    apart = options.heads_apart
+    apart = options.head_splits
     heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
     tiles, layout = cut.tiles, None
     if call.layout is not None:
@@ -220,7 +220,7 @@ def _attend_cut(
     modifiers = _modifiers(call, heads, factors, options.fold)
     if call.attn_bias is not None:
         # it hides keys row by row: halves of a step would be masked, too
-        options = dataclasses.replace(options, edge_k=options.step_k)
+        options = dataclasses.replace(options, masked_step_k=options.step_k)
         modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
     num_tiles, num_kv_heads, *of_head = queries.shape
     queries = queries.reshape(-1, num_kv_heads // apart, *of_head)

@@ -17,13 +17,13 @@ from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.choices import choose_options
 from torch_paged_attn.backends.tpu.config import Config, choose_config
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, compute_dtype_of
-from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tiles import Cut, KeyCut, cut_keys, cut_queries
+from torch_paged_attn.backends.tpu.xla_tiling import Heads
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -269,7 +269,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
     options = choose_options(call, config, LANES, tile_q, interpret)
     if call.attn_bias is not None:  # which masks every step
-        options = dataclasses.replace(options, edge_k=options.step_k)
+        options = dataclasses.replace(options, masked_step_k=options.step_k)
     return options, num_kv_heads
 
 

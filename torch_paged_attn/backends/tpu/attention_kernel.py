@@ -27,11 +27,11 @@ from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
-from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
+from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
+from torch_paged_attn.backends.tpu.q_out_dma import TokenRows, clear_padding, plan_tiles
 from torch_paged_attn.backends.tpu.scores import Scores
 from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
 from torch_paged_attn.backends.tpu.token_bias import TokenBias
-from torch_paged_attn.backends.tpu.token_rows import TokenRows, clear_padding, plan_tiles
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
@@ -136,7 +136,7 @@ class TileAttention:
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
-        """Fold the block of keys that lies in buffer `slot` into the softmax."""
+        """Fold the block of keys in buffer `slot` into the softmax."""
         refs, first = self.refs, block * self.loader.block_k
         if refs.bias_rows is not None:
             TokenBias(refs, self.options, self.tile).arrange(slot)
@@ -176,8 +176,8 @@ class TileAttention:
         first_key, columns = first + place * width, width // options.fold
         piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
         first_head: Any = 0
-        if options.heads_apart > 1:  # the tile has some of the heads
-            part = lax.rem(self.tile, jnp.int32(options.heads_apart))
+        if options.head_splits > 1:  # the tile has some of the heads
+            part = lax.rem(self.tile, jnp.int32(options.head_splits))
             first_head = part * self.softmax.m_i.shape[0]
 
         def stored(buffers: Any, head: Any) -> list[Array]:

@@ -18,8 +18,6 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
-from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_results, pad_tokens
-from torch_paged_attn.backends.tpu.cache_memory import is_alone, is_front_of, memory_of, whole_of
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.front_ends import DONATING, Run, current
@@ -34,6 +32,8 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import (
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache_split as reshape_and_cache_split_jax,
 )
+from torch_paged_attn.backends.tpu.shape_padding import pad_attention, pad_results, pad_tokens
+from torch_paged_attn.backends.tpu.torch_aliasing import is_alone, is_front_of, memory_of, whole_of
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -115,7 +115,7 @@ def _reading_memory(call: Call) -> Call:
     elif is_front_of(call.v, call.k):
         changed["v"] = call.v.new_empty((0, *call.v.shape[1:]))
     reading = dataclasses.replace(call, **changed)
-    # the width of values is told from their rows, which may end in numbers of no value
+    # the width of values follows from their rows, which may end in numbers of no value
     return reading if reading.head_dim_v == call.v.shape[-1] else call
 
 

@@ -16,8 +16,9 @@ FARTHEST = 2**31
 
 
 def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
-    """Planes of a cache (planes, pages, heads, rows, numbers), and where this tile of `height` rows
-    lies in them: of keys and values in one cache both, unless they lie too far apart for one DMA.
+    """Planes of a cache (planes, pages, heads, rows, numbers), and the place of this tile of
+    `height` rows in them: keys and values of one cache together, unless they are too far apart for
+    one DMA.
     """
     tiles_per_page = jnp.int32(cache.shape[3] // height)
     first = pl.multiple_of(lax.rem(tile, tiles_per_page) * height, height)

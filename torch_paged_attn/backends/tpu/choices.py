@@ -125,13 +125,13 @@ def choose_options(
         stack=stack,
         block_k=block_k,
         step_k=step_k,
-        edge_k=_halved(step_k, unit, config.step_k),
+        masked_step_k=_halved(step_k, unit, config.step_k),
         config=config,
         softmax_scale=call.scale,
         softcap=float(call.softcap),
         window=call.window,
         dropout_p=float(call.dropout_p),
-        heads_apart=apart,
+        head_splits=apart,
         block_sizes=block_sizes,
         compute_dtype=compute_dtype_of(call.q.dtype),
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
@@ -153,7 +153,7 @@ def _halved(step_k: int, unit: int, most: int) -> int:
 
 
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
-    """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
+    """Whether a launch reads queries and writes results where they lie (`q_out_dma.py`)."""
     slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
     rows = options.group_size * tile_q
     is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
@@ -166,7 +166,7 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         if 2 * numbers > MOST_WORDS:
             return False
     return (
-        options.heads_apart == 1
+        options.head_splits == 1
         and all(width % LANES == 0 for width in pages.widths)
         and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES

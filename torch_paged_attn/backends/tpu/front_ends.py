@@ -44,7 +44,7 @@ def unsupported() -> str | None:
 
 
 def _is_torch_tpu() -> bool:
-    # the key belongs to whoever renamed it first
+    # the key belongs to the package that renamed it first
     return torch._C._get_privateuse1_backend_name() == "tpu"
 
 

@@ -16,7 +16,7 @@ class Options:
     stack: int  # KV heads whose rows are stacked
     block_k: int  # keys of a block: loaded together
     step_k: int  # keys that are computed on together where every row sees all of them
-    edge_k: int  # and where not: `step_k`, or what is left of it by halving
+    masked_step_k: int  # and where not: `step_k`, or what is left of it by halving
     config: Config  # the sizes asked for, the chip's memory and cores
     softmax_scale: float
     softcap: float  # 0 for none
@@ -24,7 +24,7 @@ class Options:
     dropout_p: float
     # tiles of the same tokens, each with some of the heads: as many as have a layout of their own,
     # or as it takes for one to fit VMEM
-    heads_apart: int
+    head_splits: int
     block_sizes: tuple[int, int]  # of a layout: query tokens and keys of one of its blocks
     compute_dtype: Any  # of what products are computed on
     out_dtype: Any  # of the kernel's results: bfloat16 or float32
@@ -32,7 +32,7 @@ class Options:
     first_head: int = 0  # the launch's first query head among the call's
     fold: int = 1  # keys of a row of `k_buffers`
     table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
-    # where the kernel reads tokens as they lie (`token_rows.py`)
+    # where the kernel reads tokens as they lie (`q_out_dma.py`)
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False

@@ -3,9 +3,9 @@ queries pass by.
 
 A grid step is a tile of keys of one sequence with all KV heads. The tiles of queries that see some
 of these keys are neighbours in the forward's list, and arrive one after the other, in ascending
-order. A piece of the tile (`pieces.py`) is computed on as (keys, rows): then both sums, `dv += p
-dout` and `dk += dx q`, are products that need no transpose, and that add up the query heads of a
-group, since these are rows.
+order. A piece of the tile (`masked_subblocks.py`) is computed on as (keys, rows): then both sums,
+`dv += p dout` and `dk += dx q`, are products that need no transpose, and that add up the query
+heads of a group, since these are rows.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
+from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
 from torch_paged_attn.backends.tpu.ring import Ring
 from torch_paged_attn.backends.tpu.score_gradients import score_gradients
 from torch_paged_attn.backends.tpu.scores import Scores
@@ -46,8 +46,8 @@ class QueryLoader(Ring):
     """Tiles of queries, of their dout and statistics, on their way through a ring of buffers."""
 
     @property
-    def busy_from(self) -> Any:
-        return self.refs.key_tiles.busy_from
+    def next_nonempty(self) -> Any:
+        return self.refs.key_tiles.next_nonempty
 
     @property
     def num_buffers(self) -> int:

@@ -169,12 +169,12 @@ def attend_tiles(
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
     the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
 
-    Stacked KV heads count as one. With `heads_apart`, neighbouring tiles have the same tokens and
+    Stacked KV heads count as one. With `head_splits`, neighbouring tiles have the same tokens and
     other heads each: then `num_kv_heads` is the number of one tile's.
     """
     num_tiles, heads, rows, _ = q.shape
     out_rows, width_v = rows // options.fold, pages.widths[1]
-    apart, config, bias = options.heads_apart, options.config, modifiers.bias
+    apart, config, bias = options.head_splits, options.config, modifiers.bias
 
     scalars: dict[str, Array] = {**tiles._asdict(), **_tables(pages, options)}
     inputs = {"q": (q, of_tile(q.shape, config.num_cores)), **_keys(pages)}

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 
 class TileLayout(NamedTuple):
-    """The layout of each tile; with `heads_apart`, tiles of the same tokens are neighbours."""
+    """The layout of each tile; with `head_splits`, tiles of the same tokens are neighbours."""
 
     visits: Array  # (num_tiles, n) blocks of keys, those to visit first
     num_visits: Array  # (num_tiles,)
@@ -139,8 +139,8 @@ def union_of_heads(words: Array) -> Array:
 
 
 def _place_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
-    """Where the word of a block, and of the i-th row of the layout that the tile may touch, lies in
-    `union_of_heads`.
+    """The place in `union_of_heads` of the word of a block and of the i-th row of the layout that
+    the tile may touch.
     """
     tiles, (num_rows, num_blocks, num_heads) = refs.tiles, options.layout_shape
     position, shift = tiles.position[tile], options.block_sizes[0].bit_length() - 1

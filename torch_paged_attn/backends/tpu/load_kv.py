@@ -16,7 +16,7 @@ from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.ring import Ring
 from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
-# a block's pages are started in groups of so many at most, and groups that nobody needs passed over
+# a block's pages are started in groups of at most so many, and groups that are not needed skipped
 MOST_PAGES = 64
 
 
@@ -29,8 +29,8 @@ class KvLoader(Ring):
     """
 
     @property
-    def busy_from(self) -> Any:
-        return self.refs.tiles.busy_from
+    def next_nonempty(self) -> Any:
+        return self.refs.tiles.next_nonempty
 
     @property
     def num_buffers(self) -> int:
@@ -65,7 +65,7 @@ class KvLoader(Ring):
 
     def first_kv_head(self, tile: Array) -> Any:
         """Of a tile that may have some of the heads."""
-        apart = self.options.heads_apart
+        apart = self.options.head_splits
         if apart == 1:
             return 0
         part, num_kv_heads = lax.rem(tile, jnp.int32(apart)), self.refs.k_hbm.shape[1]
@@ -107,9 +107,9 @@ class KvLoader(Ring):
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
         count = self.refs.bias_buffers.shape[1]
         heads = pl.ds(0, count)
-        if self.options.heads_apart > 1 and self.refs.bias.shape[1] > 1:
-            heads = pl.ds(lax.rem(tile, jnp.int32(self.options.heads_apart)) * count, count)
-        of_tokens = lax.div(tile, jnp.int32(self.options.heads_apart))
+        if self.options.head_splits > 1 and self.refs.bias.shape[1] > 1:
+            heads = pl.ds(lax.rem(tile, jnp.int32(self.options.head_splits)) * count, count)
+        of_tokens = lax.div(tile, jnp.int32(self.options.head_splits))
         return pltpu.make_async_copy(
             self.refs.bias.at[of_tokens, heads, :, columns],
             self.refs.bias_buffers.at[slot],
@@ -122,7 +122,7 @@ class KvLoader(Ring):
         if self.refs.v_buffers is not None:
             stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
         heads: Any = slice(None)
-        if self.options.heads_apart > 1:
+        if self.options.head_splits > 1:
             heads = pl.ds(self.first_kv_head(tile), self.refs.k_buffers.shape[2])
         return [
             pltpu.make_async_copy(hbm.at[page, heads], buffers.at[slot, i], done)
@@ -145,7 +145,7 @@ class KvLoader(Ring):
         def start_some(group: Any, _: None) -> None:
             for i in range(together):
                 index = group * together + i
-                # a load that hangs on a condition costs more than one that nobody needs
+                # a load that hangs on a condition costs more than one that is not needed
                 page = self.refs.table[entry + index]
 
                 @pl.when((index >= first) & (index < stop))

@@ -28,6 +28,8 @@ def merge_states_list(
 
 def _merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """The float32 sum of the parts, and softmax_lse."""
+    # FlashAttention-2 gives +inf to a row that saw no key
+    lses = [jnp.where(jnp.isposinf(part), -jnp.inf, part) for part in lses]
     lse = functools.reduce(jnp.logaddexp, lses)
     # not exp(part - lse): beside numbers of 1e8 the logarithm in `lse` is lost
     largest = functools.reduce(jnp.maximum, lses)

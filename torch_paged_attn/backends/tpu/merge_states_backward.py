@@ -19,7 +19,7 @@ def merge_states_backward(
     """Arguments and results as in the op; computed in float32."""
     gradients = []
     for part, lse in ((out_a, lse_a), (out_b, lse_b)):
-        is_seen = ~jnp.isneginf(lse)
+        is_seen = ~jnp.isinf(lse)
         # a part without weight, and a row that no part sees, may hold anything
         weight = jnp.where(is_seen, jnp.exp(lse - jnp.where(is_seen, softmax_lse, 0.0)), 0.0)
         dout_part = jnp.where(is_seen.T[..., None], weight.T[..., None] * dout, 0.0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from torch_paged_attn.backends.tpu.wide_products import mulhilo
+from torch_paged_attn.backends.tpu.mulhi import mulhilo
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

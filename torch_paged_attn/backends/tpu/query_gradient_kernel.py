@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
-from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
+from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
 from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.score_gradients import score_gradients
 from torch_paged_attn.backends.tpu.scores import Scores

@@ -1,8 +1,8 @@
 """`reshape_and_cache` in JAX: tiles of the cache are changed where they lie, by one kernel.
 
 It walks the tokens in their order. Those that fill whole tiles, as a prompt's do, are written by
-groups of tiles (`whole_tiles.py`), the others by runs, whose tiles are read, changed and written
-back (`slot_runs.py`). Neither begins before the writes of the other have ended.
+groups of tiles (`write_full.py`), the others by runs, whose tiles are read, changed and written
+back (`write_partial.py`). Neither begins before the writes of the other have ended.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu import slot_runs, whole_tiles
+from torch_paged_attn.backends.tpu import write_full, write_partial
 from torch_paged_attn.backends.tpu.dtypes import EIGHT_BITS, to_float8
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.registers import LANES, rows_of_tile
-from torch_paged_attn.backends.tpu.slot_runs import RunWriter
-from torch_paged_attn.backends.tpu.whole_tiles import GroupWriter
+from torch_paged_attn.backends.tpu.write_full import GroupWriter
+from torch_paged_attn.backends.tpu.write_partial import RunWriter
 
 # tokens of one launch: their slots lie in the scalar core's memory
 MOST_TOKENS = 1 << 17
@@ -39,7 +39,7 @@ def _write_kernel(*refs: Any, caches: int, has_groups: bool, **options: Any) -> 
     new_hbm, refs = refs[:2], refs[2 + caches :]
     shared = slots, new_hbm, refs[:caches]
     refs = refs[caches:]
-    of_runs = caches + 2 + 3 + len(slot_runs.Runs._fields)
+    of_runs = caches + 2 + 3 + len(write_partial.Runs._fields)
     if not has_groups:
         no_group = functools.partial(jnp.full_like, fill_value=False, dtype=jnp.bool_)
         RunWriter(*shared, refs, is_elsewhere=no_group, **options).walk(jnp.int32(0))
@@ -79,7 +79,7 @@ def _launch(
     height = math.gcd(rows_of_tile(caches[0].dtype), page_rows)
     new = tuple(map(_as_words, new))
     buffers = _buffers_of_runs(new, caches, height, fold)
-    num_tiles = whole_tiles.tiles_of_group(max(_tile_bytes(new, caches, height, fold)))
+    num_tiles = write_full.tiles_of_group(max(_tile_bytes(new, caches, height, fold)))
     has_groups = 0 < num_tiles * height * fold <= slots.shape[0]
     if has_groups:
         buffers += _buffers_of_groups(new, caches, height, fold, num_tiles)
@@ -119,12 +119,12 @@ def _buffers_of_runs(
     new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
 ) -> list[Any]:
     """Tiles and rows, semaphores, and what is known of each run."""
-    count = slot_runs.num_buffers(sum(_tile_bytes(new, caches, height, fold)))
+    count = write_partial.num_buffers(sum(_tile_bytes(new, caches, height, fold)))
     return [
         *[pltpu.VMEM((count, *_tile(cache, height)), cache.dtype) for cache in caches],
         *[pltpu.VMEM((count, height * fold, *x.shape[1:]), x.dtype) for x in new],
         *[pltpu.SemaphoreType.DMA((count,))] * 3,
-        *[pltpu.SMEM((count,), jnp.int32) for _ in slot_runs.Runs._fields],
+        *[pltpu.SMEM((count,), jnp.int32) for _ in write_partial.Runs._fields],
     ]
 
 
@@ -132,7 +132,7 @@ def _buffers_of_groups(
     new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int, num_tiles: int
 ) -> list[Any]:
     """Tiles and rows, semaphores, and what is known of each group."""
-    count, num_tokens = whole_tiles.NUM_BUFFERS, num_tiles * height * fold
+    count, num_tokens = write_full.NUM_BUFFERS, num_tiles * height * fold
     return [
         *[pltpu.VMEM((count, num_tiles, *_tile(cache, height)), cache.dtype) for cache in caches],
         *[pltpu.VMEM((count, num_tokens, *x.shape[1:]), x.dtype) for x in new],

@@ -38,7 +38,7 @@ class Ring:
         raise NotImplementedError
 
     @property
-    def busy_from(self) -> Any:
+    def next_nonempty(self) -> Any:
         """`(num_tiles + cores,)`: for each tile, that tile or else the core's next one that visits
         a block."""
         raise NotImplementedError
@@ -85,7 +85,7 @@ class Ring:
 
     def fill(self, tile: Array) -> Cursor:
         """Start copies into all buffers but one, from `tile` on, the core's first one."""
-        cursor = Cursor(self.busy_from[tile], jnp.int32(0), jnp.int32(0))
+        cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
 
         def start(slot: Array, cursor: Cursor) -> Cursor:
             return self._advance(cursor, slot)
@@ -112,7 +112,7 @@ class Ring:
 
         turn = cursor.turn + 1
         is_done = turn >= self.turns(tile)
-        following = self.busy_from[tile + self.options.config.num_cores]
+        following = self.next_nonempty[tile + self.options.config.num_cores]
         return cursor._replace(
             tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
         )

@@ -26,7 +26,7 @@ def require_room(
     """Raise NotImplementedError, with the largest tables, where a kernel has too many numbers.
 
     `scalars` lie there whole, and so do `inputs` and `scratch` of that memory; an input that comes
-    by grid steps lies there twice.
+    by grid steps is there twice.
     """
     sizes = {name: _padded(x.shape) for name, x in scalars.items()}
     for name, (x, spec) in inputs.items():

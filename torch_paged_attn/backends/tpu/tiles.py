@@ -3,7 +3,7 @@
 A tile is `tile_q` consecutive tokens of one sequence. The kernel walks the tiles and, for each,
 the keys that some token of it sees: cost follows what is visible, whatever the mix of prefill and
 decode. Shapes are upper bounds; tiles behind the batch's last one see no key. Kernels that read
-tokens as they lie cut their tiles themselves, in the same way (`token_rows.plan_tiles`).
+tokens as they lie cut their tiles themselves, in the same way (`q_out_dma.plan_tiles`).
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
     full_start: Array
     full_stop: Array
     stop: Array
-    busy_from: Array  # (num_tiles + cores,) this tile or the core's next one that sees a key
+    next_nonempty: Array  # (num_tiles + cores,) this tile or the core's next one that sees a key
 
 
 class KeyTiles(NamedTuple):
@@ -66,7 +66,7 @@ class KeyTiles(NamedTuple):
     first_key: Array  # of the tile within its sequence
     first_tile: Array  # of queries
     num_visits: Array
-    busy_from: Array  # (num_tiles + cores,) as in `Tiles`
+    next_nonempty: Array  # (num_tiles + cores,) as in `Tiles`
 
 
 class Cut(NamedTuple):
@@ -126,7 +126,7 @@ def cut_queries(
         full_start=window.start(last),
         full_stop=window.stop(position, key_len),
         stop=jnp.where(is_busy, stop, 0),
-        busy_from=busy_from(is_busy, num_cores),
+        next_nonempty=next_nonempty(is_busy, num_cores),
     )
 
     of_token, place = count_up(lengths.query, total_q)
@@ -146,7 +146,7 @@ def repeat_tiles(tiles: Tiles, count: int, is_busy: Array, num_cores: int) -> Ti
     see a key.
     """
     tiles = jax.tree.map(lambda x: jnp.repeat(x, count), tiles)
-    return tiles._replace(busy_from=busy_from(is_busy, num_cores))
+    return tiles._replace(next_nonempty=next_nonempty(is_busy, num_cores))
 
 
 class KeyCut(NamedTuple):
@@ -197,7 +197,7 @@ def cut_keys(
         first_key=first,
         first_tile=jnp.where(is_busy, before + lax.div(start, jnp.int32(tile_q)), 0),
         num_visits=jnp.where(is_busy, num_visits, 0),
-        busy_from=busy_from(is_busy, num_cores),
+        next_nonempty=next_nonempty(is_busy, num_cores),
     )
 
     index = jnp.arange(total_k, dtype=jnp.int32)
@@ -215,7 +215,7 @@ def cut_keys(
     )
 
 
-def busy_from(is_busy: Array, num_cores: int) -> Array:
+def next_nonempty(is_busy: Array, num_cores: int) -> Array:
     """This tile, or the next one of its core that sees a key, or their number if there is none."""
     num_tiles = is_busy.shape[0]
     index = jnp.where(is_busy, jnp.arange(num_tiles), num_tiles).reshape(-1, num_cores)

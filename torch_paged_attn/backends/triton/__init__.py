@@ -4,6 +4,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 from torch_paged_attn.ops.paths import Path
@@ -36,9 +38,28 @@ class Triton(Backend):
 
         return path.path(op, call, target)
 
+    def attend_heads(self, given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
+        """By Hopper's kernel, if it runs the call."""
+        from torch_paged_attn.backends.triton import some_heads
+
+        return self.unsupported() is None and some_heads.attend(given, out, lse)
+
+    def compiler(self) -> Any:
+        """Needs Triton, which must not be imported where there is no GPU."""
+        from torch_paged_attn.backends.triton import compile_ahead
+
+        return compile_ahead
+
+    def remote_merge(self) -> Any:
+        """A kernel on Triton."""
+        from torch_paged_attn.backends.triton import merge_remote
+
+        return merge_remote
+
     def notes(self) -> list[str]:
         """Which kernels are used on this machine."""
         from torch_paged_attn.backends.triton.hopper import support
+        from torch_paged_attn.backends.triton.runtime.launcher import unknown_triton
 
         if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
@@ -49,7 +70,9 @@ class Triton(Backend):
                 " the portable one, and both for chunks among decodes; the DEBUG log of"
                 " torch_paged_attn.backends.triton says which, and why"
             )
-        return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
+        launches = [unknown] if (unknown := unknown_triton()) else []
+        others = "reshape_and_cache and merge_states have one kernel for all GPUs"
+        return [attention, others, *launches]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why a call has no gradient here, or None. The portable kernels support all gradients of

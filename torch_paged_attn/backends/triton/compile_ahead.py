@@ -122,8 +122,9 @@ class Share(triton.AsyncCompileMode):
         self.found: set[str] = set()
         self.taken = 0
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> None:
-        """Triton calls it for each launch of a kernel that it would compile."""
+    def submit(self, key: str, compile_fn: Callable[[], Any], *_: Any) -> None:
+        """Triton calls it for each launch of a kernel that it would compile, with functions for
+        afterwards: one until Triton 3.8, then two."""
         if key not in self.found:
             self.found.add(key)
             try:

@@ -65,7 +65,10 @@ def _merge_rows(
     found = ()
     for i in tl.static_range(PARTS):
         at = lses[i] + head * strides[BEHIND + 2 * i] + token * strides[BEHIND + 2 * i + 1]
-        found += (tl.load(at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]
+        lse = tl.load(at, mask=exists, other=float("-inf"))
+        # FlashAttention-2 gives +inf to a row that saw no key
+        lse = tl.where(lse == float("inf"), float("-inf"), lse)
+        found += (lse,)  # type: ignore[assignment]
         m = tl.maximum(m, found[i])
     shift = finite_or_zero(m)
     total = tl.zeros([BLOCK_R], tl.float32)

@@ -107,7 +107,7 @@ def _write_part(part, strides, rows, merged, FORMAT: tl.constexpr, OPTIONS: tl.c
     """Write the gradients of one part."""
     lowest = float("-inf")
     part_lse = _load_lse(part.lse, rows, strides, rows.exists)
-    counts = rows.exists & (part_lse != lowest) & (merged.lse != lowest)
+    counts = rows.exists & (tl.abs(part_lse) != float("inf")) & (merged.lse != lowest)
     weight = tl.where(counts, tl.exp2((part_lse - merged.lse) * LOG2E), 0.0)
     out = _load_rows(part.out, rows, strides, counts, FORMAT, OPTIONS)
     share = weight * (tl.sum(merged.dout * (out - merged.out), 1) + merged.dlse)

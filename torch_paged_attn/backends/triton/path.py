@@ -28,6 +28,7 @@ from torch_paged_attn.backends.triton.hopper import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.choices import Form, choose_tiles
 from torch_paged_attn.backends.triton.portable import tiles as portable
 from torch_paged_attn.backends.triton.runtime.launch import traced
+from torch_paged_attn.backends.triton.runtime.launcher import unknown_triton
 from torch_paged_attn.backends.triton.runtime.target import (
     INTERPRETED,
     Target,
@@ -57,10 +58,14 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
         contextlib.nullcontext() if _has_addresses(call) else traced(),
     ):
         if isinstance(call, AttentionCall):
-            return _attention(call)
-        if isinstance(call, BackwardCall):
-            return _backward(call)
-    return Path("triton", op, "there is one kernel for all GPUs")
+            found = _attention(call)
+        elif isinstance(call, BackwardCall):
+            found = _backward(call)
+        else:
+            found = Path("triton", op, "there is one kernel for all GPUs")
+    if (unknown := unknown_triton()) is None:
+        return found
+    return dataclasses.replace(found, details=found.details | {"launches": unknown})
 
 
 def _runs_here(call: Any) -> bool:

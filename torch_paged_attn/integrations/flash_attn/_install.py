@@ -56,8 +56,11 @@ def _add(name: str, ours: types.ModuleType) -> None:
     module = types.ModuleType(name, ours.__doc__)
     is_package = name == "flash_attn"
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
-    module.__dict__.update({public: getattr(ours, public) for public in ours.__all__})
-    module.__dict__.update(__version__=VERSION, __torch_paged_attn__=True, __all__=ours.__all__)
+    # flash-attn's functions below autograd are in its submodule only
+    names = [x for x in ours.__all__ if not (is_package and x.startswith("_"))]
+    module.__dict__.update({public: getattr(ours, public) for public in names})
+    module.__dict__.update(__version__=VERSION, __torch_paged_attn__=True, __all__=names)
+    module.__file__ = ours.__file__
     if is_package:
         module.__path__ = []
     parent, _, child = name.rpartition(".")

@@ -7,6 +7,7 @@ from torch_paged_attn.integrations._arguments import (
     check_tensors,
     flash_varlen_arguments,
     of_equal_lengths,
+    one_of,
     refuse,
 )
 from torch_paged_attn.integrations._storages import with_whole_rows
@@ -41,19 +42,24 @@ def flash_attn_func(
     out: Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """Attention over a batch of equally long sequences.
 
     q: (batch, seqlen_q, num_heads, head_dim)
     k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
+    qv: (batch, seqlen_q, num_heads, head_dim_v), q's latents of MLA: adds qv . v to q . k
     Any strides; a tensor whose last dimension is not contiguous is copied.
 
     Returns out (batch, seqlen_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
     """
-    refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
-    check_tensors("flash_attn_func", q=q, k=k, v=v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    refuse("flash_attn_func", attention_chunk=attention_chunk)
+    if learnable_sink is not None:  # the name in FlashAttention-4
+        s_aux = one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink)
+    given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
+    check_tensors("flash_attn_func", **given)
+    for name, tensor in given.items():
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
             raise ValueError(
                 f"flash_attn_func: {name} must be (batch, seqlen, heads, head_dim) with q's batch, "
@@ -64,9 +70,11 @@ def flash_attn_func(
     v = with_whole_rows("flash_attn_func", "v", v)
     batch, seqlen_q = q.shape[:2]
     check_out("flash_attn_func", out, q, v)
+    extra = s_aux if qv is None or not qv.requires_grad else qv
     arguments = flash_varlen_arguments(
         "flash_attn_func",
-        **of_equal_lengths(q, k, v, s_aux),
+        **of_equal_lengths(q, k, v, extra),
+        qv=None if qv is None else with_whole_rows("flash_attn_func", "qv", qv).flatten(0, 1),
         out=out,
         dropout_p=dropout_p,
         deterministic=deterministic,
@@ -117,6 +125,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """Attention over a packed batch of sequences, with packed or paged keys.
 
@@ -126,13 +135,19 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32
     seqused_k: (batch,) int32, the number of keys of each sequence, if it is not the difference of
         cu_seqlens_k
+    qv: (total_q, num_heads, head_dim_v), q's latents of MLA: adds qv . v to q . k
     Any strides; q, k or v whose last dimension is not contiguous is copied, pages too.
 
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, attention_chunk=attention_chunk)
+    if learnable_sink is not None:  # the name in FlashAttention-4
+        s_aux = one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink)
     check_tensors("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if qv is not None:
+        check_tensors("flash_attn_varlen_func", qv=qv)
+        qv = with_whole_rows("flash_attn_varlen_func", "qv", qv)
     q = with_whole_rows("flash_attn_varlen_func", "q", q)
     k, v = (
         with_whole_rows("flash_attn_varlen_func", "k", k),
@@ -147,6 +162,7 @@ def flash_attn_varlen_func(
         k,
         v,
         out=out,
+        qv=qv,
         dropout_p=dropout_p,
         deterministic=deterministic,
         window_size=window_size,

@@ -11,6 +11,7 @@ from torch_paged_attn.integrations._arguments import (
     both_sides,
     check_tensors,
     flash_varlen_arguments,
+    one_of,
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
@@ -30,6 +31,8 @@ from torch_paged_attn.integrations.flash_attn._results import (
     returned,
 )
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
+from torch_paged_attn.ops._autocast import cast_early
+from torch_paged_attn.ops.accepted import as_int32
 from torch_paged_attn.ops.append_slots import append_slots, positions
 
 
@@ -83,6 +86,7 @@ def flash_attn_with_kvcache(
     k, v: new keys and values (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new
         packed. They are stored after the cache_seqlens tokens of each sequence, in 8-bit caches
         divided by the descales
+    qv: q's latents of MLA, shaped like q with v's head_dim: adds qv . v to q . k
     cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE the new ones. None without k
         and v: the cache is full. With k and v, a negative length marks a row of padding: none of
         its tokens is stored, and its result is 0
@@ -100,17 +104,18 @@ def flash_attn_with_kvcache(
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
     """
     name = checks.OP
-    if qv is not None or rotary_seqlens is not None or attention_chunk:
-        refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
-    if page_table is not None and block_table is not None:
-        raise ValueError(f"{name}: block_table and page_table are one argument, got both")
-    table = page_table if block_table is None else block_table
+    if rotary_seqlens is not None or attention_chunk:
+        refuse(name, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
+    table = block_table
+    if page_table is not None:
+        table = one_of(name, block_table=block_table, page_table=page_table)
     if (
         rotary_cos
         is rotary_sin
         is cache_batch_idx
         is cache_leftpad
         is cu_seqlens_k_new
+        is qv
         is out
         is None
     ):
@@ -155,10 +160,15 @@ def flash_attn_with_kvcache(
             f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
             f"head_dim) with cu_seqlens_q, got shape {tuple(q.shape)}"
         )
-    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
+    q, _, _ = cast_early(q, k_cache, v_cache)
+    checks.check_caches(q, k_cache, v_cache)
     q, shape = with_whole_rows(name, "q", q), q.shape
     check_out(name, out, q, v_cache)
+    if qv is not None:
+        check_tensors(name, qv=qv)
+        qv = with_whole_rows(name, "qv", cast_early(qv, k_cache, v_cache)[0])
+        if qv.dim() == 4 == q.dim():
+            qv = qv.flatten(0, 1)
 
     seqlen_q = None
     if cu_seqlens_q is None:
@@ -166,10 +176,10 @@ def flash_attn_with_kvcache(
         cu_seqlens_q = _constants.multiples(seqlen_q, shape[0], q)
         q = q.flatten(0, 1)
     else:
+        cu_seqlens_q = as_int32(name, "cu_seqlens_q", cu_seqlens_q)
         checks.check_cu_seqlens_q(cu_seqlens_q)
     batch, may_read = cu_seqlens_q.shape[0] - 1, readable(q)
-    # only in these cases torch's operators read tensors here; the attention op checks its own
-    if may_read and not (k is cache_batch_idx is cache_leftpad is None):
+    if may_read:
         check_storages(
             name,
             q=q,
@@ -191,6 +201,7 @@ def flash_attn_with_kvcache(
             k_descale=k_descale,
             v_descale=v_descale,
         )
+    has_table = table is not None
     table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
@@ -198,7 +209,10 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{name}: cache_seqlens must be given with k and v")
         cache_seqlens = capacity
     seqused_k = cache_seqlens = lengths_of(cache_seqlens, batch, q)
+    if k is None and may_read:
+        checks.check_room(cache_seqlens, None, capacity, has_table)
     if cache_leftpad is not None:
+        cache_leftpad = as_int32(name, "cache_leftpad", cache_leftpad)
         checks.check_per_sequence("cache_leftpad", cache_leftpad, batch, "(batch,)")
         if may_read:
             checks.check_leftpad(cache_leftpad, cache_seqlens)
@@ -208,7 +222,7 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
         if may_read:
-            checks.check_room(cache_seqlens, new.lengths(), capacity)
+            checks.check_room(cache_seqlens, new.lengths(), capacity, has_table)
         num_tokens, page_size = new.k.shape[0], k_cache.shape[1]
         slot_mapping, seqused_k = append_slots(
             cache_seqlens, table, new.cu_seqlens, page_size, num_tokens
@@ -244,6 +258,7 @@ def flash_attn_with_kvcache(
         name,
         q,
         *pages,
+        qv=qv,
         block_table=table,
         out=out,
         window_size=window_size,
@@ -260,8 +275,8 @@ def flash_attn_with_kvcache(
         causal=causal,
         softcap=softcap,
     )
+    checks.check_gradients(arguments)
     if to_store is not None:
-        checks.check_gradients(arguments)
         if may_read:
             checks.check_attention(arguments)
         reshape_and_cache(*to_store)

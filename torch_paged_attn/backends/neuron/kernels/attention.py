@@ -39,8 +39,8 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     new_probabilities,
     spread,
     transpose_keys,
+    transposes_by_dma,
     turn_tiles,
-    turns_by_dma,
     update_softmax,
     weigh_values,
 )
@@ -63,7 +63,7 @@ def begin_stack(stack, is_first):
     )
 
 
-def score_tile(level, head, turned, stack, item, tensors, program):
+def score_tile(level, head, transposed, stack, item, tensors, program):
     """Scores (P, tile_k) of one query tile and head, with ALiBi and bias; not masked yet."""
     options, columns = program.options, program.columns
     scores = nl.ndarray(program.key_of_column.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -71,7 +71,7 @@ def score_tile(level, head, turned, stack, item, tensors, program):
     if options.has_scales:
         factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]
     q = stack.q[:, level, head]
-    compute_scores(scores, q, turned, program.identity, factor, options.softcap)
+    compute_scores(scores, q, transposed, program.identity, factor, options.softcap)
     if options.has_alibi:
         place = columns.position + level
         slope = stack.scalars[:, level, head, SLOPE : SLOPE + 1]
@@ -95,17 +95,17 @@ def turn_keys(head, dtype, item, program):
     return transpose_keys(keys, at, options.share, program.identity)
 
 
-def attend_head(head, turned, stack, item, tensors, program):
-    """Fold an item's keys, turned, and values of one head into the state of each tile."""
+def attend_head(head, transposed, stack, item, tensors, program):
+    """Fold an item's keys, transposed, and values of one head into the state of each tile."""
     options, columns = program.options, program.columns
     values, at = item.v, head
     if options.kv_dtype != "":
         values = dequantize_head(values, head, stack.q.dtype, options.kv_dtype)
         at = 0
     clear_unseen(values, at, item.unseen)
-    by_dma = turns_by_dma(stack.q.dtype, options)
+    by_dma = transposes_by_dma(stack.q.dtype, options)
     for level in range(options.depth):
-        scores = score_tile(level, head, turned, stack, item, tensors, program)
+        scores = score_tile(level, head, transposed, stack, item, tensors, program)
         row_max = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         start, stop = columns.start + level, columns.stop + level
         mask_and_reduce(scores, row_max, program.key_of_column, item.bound, start, stop)
@@ -186,9 +186,9 @@ def attend_item(number, stack, tensors, program):
     begin_stack(stack, item.bound[:, is_first : is_first + 1])
     share = program.options.share
     for first in range(0, program.heads, share):
-        turned = turn_keys(first, stack.q.dtype, item, program)
+        transposed = turn_keys(first, stack.q.dtype, item, program)
         for head in range(first, first + share):
-            attend_head(head, turned[:, :, head - first], stack, item, tensors, program)
+            attend_head(head, transposed[:, :, head - first], stack, item, tensors, program)
     for level in range(program.options.depth):
         store_results(level, stack, item.index, tensors, program)
 

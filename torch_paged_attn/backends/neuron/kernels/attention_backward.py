@@ -9,7 +9,7 @@ bits every time.
 
 Sums over the queries leave probabilities as they are; the sum over keys takes the transposed
 gradient of scores. `backward_sums.py` says how they come out. DMA transposes beside TensorE where
-it can (`turns_by_dma`).
+it can (`transposes_by_dma`).
 """
 
 from torch_paged_attn.backends.neuron.kernels.backward_groups import (
@@ -18,7 +18,7 @@ from torch_paged_attn.backends.neuron.kernels.backward_groups import (
     NUM_SCALARS,
     BackwardStack,
     BackwardTensors,
-    Turned,
+    Transposed,
     backward_columns,
 )
 from torch_paged_attn.backends.neuron.kernels.backward_sums import (
@@ -51,8 +51,8 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     clear_unseen,
+    transposes_by_dma,
     turn_tiles,
-    turns_by_dma,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
@@ -154,11 +154,11 @@ def load_item(number, stack, tensors, program):
 
 def turn(stack, item, program):
     """Queries, their gradients, keys and values with head_dim on the partitions; rows' deltas."""
-    identity, by_dma = program.identity, turns_by_dma(stack.q.dtype, program.options)
+    identity, by_dma = program.identity, transposes_by_dma(stack.q.dtype, program.options)
     tile_k = item.k.shape[1] * P
     k = turn_rows(item.k[:, :, 0, 0], identity, by_dma)
     v = turn_rows(item.v[:, :, 0, 0], identity, by_dma)
-    return Turned(
+    return Transposed(
         q=turn_rows(stack.q[:, 0 : program.options.depth], identity, by_dma),
         dout=turn_rows(stack.dout, identity, by_dma),
         k=k.reshape((P, k.shape[1], tile_k)),
@@ -167,12 +167,12 @@ def turn(stack, item, program):
     )
 
 
-def attend_part(part, turned, stack, item, tensors, program):
+def attend_part(part, transposed, stack, item, tensors, program):
     """Everything that is done for `width` keys of an item, and the tiles that see some of them."""
     options, width = program.options, program.options.width
-    seen = options.levels[part]
+    seen = options.visible_tiles[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
-    by_dma = turns_by_dma(stack.q.dtype, options)
+    by_dma = transposes_by_dma(stack.q.dtype, options)
     dk, dv, turns_beside = None, None, turns_beside_dk(seen, stack.q.dtype, options)
     if options.wants_dkv:
         dk = new_sums(dim, seen, stack.q.dtype, options, turns_beside)
@@ -184,7 +184,7 @@ def attend_part(part, turned, stack, item, tensors, program):
         for number in range(tiles):
             level, columns = together[number][LEVEL], together[number][COLUMNS]
             is_further = level < seen[0][LEVEL]
-            p, dx = differentiate(together[number], part, turned, stack, item, tensors, program)
+            p, dx = differentiate(together[number], part, transposed, stack, item, tensors, program)
             if options.wants_dkv:
                 add_to_sums(dv, stack.dout[:, level], p, is_further)
             place = (level - lowest) * P
@@ -235,10 +235,10 @@ def differentiate_item(number, stack, tensors, program):
     """Everything that is done for one item."""
     options = program.options
     item = load_item(number, stack, tensors, program)
-    turned = turn(stack, item, program)
+    transposed = turn(stack, item, program)
     for part in range(options.chunks * P // options.width):
-        if len(options.levels[part]) > 0:
-            attend_part(part, turned, stack, item, tensors, program)
+        if len(options.visible_tiles[part]) > 0:
+            attend_part(part, transposed, stack, item, tensors, program)
     if options.wants_dq:
         store_queries(stack, item.index, tensors, program)
 

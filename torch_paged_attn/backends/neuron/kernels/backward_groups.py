@@ -25,7 +25,7 @@ class BackwardOptions(nl.NKIObject):
     run: int  # 1
     share: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
-    levels: Any  # for every `width` columns, the tiles of rows that see some: LEVEL, ...
+    visible_tiles: Any  # for every `width` columns, the tiles of rows that see some: LEVEL, ...
     scale: float  # of scores; divided by softcap if there is one
     softcap: float
     out_scale: float  # of dq and dk
@@ -45,8 +45,8 @@ class BackwardOptions(nl.NKIObject):
     is_dynamic: bool  # a loop on the chip, else unrolled
 
 
-# what `levels` says of a tile of rows: its place in the stack, how many columns it sees at most,
-# and whether the first, or the last of them are hidden from some row
+# entries of `visible_tiles` for a tile of rows: its place in the stack, how many columns it sees at
+# most, and whether the first, or the last of them are hidden from some row
 LEVEL, COLUMNS, HIDES_FIRST, HIDES_LAST = 0, 1, 2, 3
 
 
@@ -129,15 +129,15 @@ class BackwardStack(nl.NKIObject):
     dout: Any  # (P, depth, head_dim_v)
     out: Any  # (P, depth, head_dim_v)
     scalars: Any  # (P, depth, NUM_SCALARS)
-    # (head_dim or P, head_dim / P, depth, P) turned: sums in float32, or with `one_product` what is
-    # stored, which may be rows: (P, depth, head_dim)
+    # (head_dim or P, head_dim / P, depth, P) transposed: sums in float32, or with `one_product`
+    # what is stored, which may be rows: (P, depth, head_dim)
     dq: Any
     prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left, if they add up
     exact: Any  # (P, P) the identity in float32
 
 
 @dataclass
-class Turned(nl.NKIObject):
+class Transposed(nl.NKIObject):
     """What the products contract over head_dim, which lies on the partitions here; rows' deltas."""
 
     q: Any  # (P, head_dim / P, depth, P)
@@ -151,6 +151,6 @@ class Turned(nl.NKIObject):
 class TokenSums(nl.NKIObject):
     """Sums for `width` keys in PSUM, float32: of dk, or of dv."""
 
-    sums: Any  # rows (P, width / P, dim or more); turned (dim or P, dim / P, width)
+    sums: Any  # rows (P, width / P, dim or more); transposed (dim or P, dim / P, width)
     as_rows: bool
     together: int  # of rows, how many P an instruction reads

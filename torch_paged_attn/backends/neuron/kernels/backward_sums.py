@@ -1,13 +1,14 @@
 """The backward's sums: dk and dv over query rows, dq over keys; how they come out of TensorE.
 
-Turned, (dim, tokens), they take one product for up to 512 tokens, and are turned back before they
-are stored. As rows, (tokens, dim), they take a product for each block of P rows by P keys, and are
-stored as they are. Rows are chosen where TensorE would do the turning, and they take no more of its
-instructions: then they move fewer columns through it, and leave out a copy from PSUM.
+Transposed, (dim, tokens), they take one product for up to 512 tokens, and are transposed back
+before they are stored. As rows, (tokens, dim), they take a product for each block of P rows by P
+keys, and are stored as they are. Rows are chosen where TensorE would do the turning, and they take
+no more of its instructions: then they move fewer columns through it, and leave out a copy from
+PSUM.
 
 Where dk comes as rows on the second generation, which turns by multiplying, the gradients of scores
-of the first tile that adds to it are turned by the same products: what moves is its queries and the
-identity, side by side. (For the other tiles PSUM would have to add to one half of a result, and
+of the first tile that adds to it are transposed by the same products: what moves is its queries and
+the identity, side by side. (For the other tiles PSUM would have to add to one half of a result, and
 overwrite the other.)
 """
 
@@ -15,12 +16,12 @@ from torch_paged_attn.backends.neuron.kernels.backward_groups import COLUMNS, LE
 from torch_paged_attn.backends.neuron.kernels.backward_tile import TOGETHER
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows, scatter_rows
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
-from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, turn_tiles, turns_by_dma
+from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, transposes_by_dma, turn_tiles
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 
 def blocks_of(seen):
-    """How many blocks of P rows by P keys the tiles `seen` of a part's `levels` have."""
+    """How many blocks of P rows by P keys the tiles `seen` of a part's `visible_tiles` have."""
     blocks = 0
     for place in range(len(seen)):
         blocks = blocks + seen[place][COLUMNS] // P
@@ -28,11 +29,11 @@ def blocks_of(seen):
 
 
 def come_as_rows(blocks, products, tiles, dim, dtype, options):
-    """Whether sums for `tiles` of P tokens, over `blocks`, come out as rows; turned they take
+    """Whether sums for `tiles` of P tokens, over `blocks`, come out as rows; transposed they take
     `products` for each P of dim. `dtype` is q's, not that of the results, which another sequence of
     the batch may make float32: a sequence's bits depend on it alone.
     """
-    if turns_by_dma(dtype, options) or tiles * dim > BANK:
+    if transposes_by_dma(dtype, options) or tiles * dim > BANK:
         return False
     steps = (dim + P - 1) // P
     return blocks <= steps * (products + tiles)
@@ -42,7 +43,7 @@ def queries_come_as_rows(dtype, options):
     """Whether dq does: only where a product is the whole sum of a tile of rows."""
     if not options.one_product:
         return False
-    seen, as_rows = options.levels[0], True
+    seen, as_rows = options.visible_tiles[0], True
     for start in range(0, len(seen), TOGETHER):
         together = seen[start : start + TOGETHER]
         blocks, chunks = blocks_of(together), options.width // P
@@ -71,15 +72,15 @@ def turns_beside_dk(seen, dtype, options):
 def room_for_queries(dtype, options):
     """Tiles of a stack of queries, and one for the identity where it moves beside them."""
     beside = 0
-    for part in range(len(options.levels)):
-        if turns_beside_dk(options.levels[part], dtype, options):
+    for part in range(len(options.visible_tiles)):
+        if turns_beside_dk(options.visible_tiles[part], dtype, options):
             beside = 1
     return options.depth + beside
 
 
 def new_sums(dim, seen, dtype, options, is_beside):
     """Room in PSUM for dk's or dv's sums over the tiles `seen` for `width` keys; `is_beside`: and
-    for a turned tile beside them.
+    for a transposed tile beside them.
     """
     chunks, steps, room = options.width // P, (dim + P - 1) // P, options.width
     if is_beside:
@@ -119,7 +120,7 @@ def add_to_sums(token_sums, rows, weights, is_further):
 
 
 def begin_and_turn(token_sums, dst, q, level, dx):
-    """Sums = queries of a level over dx (P, width); dst (P, width / P, P) = dx turned.
+    """Sums = queries of a level over dx (P, width); dst (P, width / P, P) = dx transposed.
 
     q (P, depth + 1, P) ends in the identity.
     """
@@ -141,7 +142,7 @@ def begin_and_turn(token_sums, dst, q, level, dx):
 
 
 def scaled_rows(token_sums, scale, target):
-    """scale * sums that came as rows, in target's type: (P, width / P, dim)."""
+    """scale * sums given as rows, in target's type: (P, width / P, dim)."""
     chunks, dim = token_sums.sums.shape[1], target.shape[1]
     rows = nl.ndarray((P, chunks, dim), dtype=target.dtype, buffer=nl.sbuf)
     for first in range(0, chunks, token_sums.together):
@@ -152,7 +153,7 @@ def scaled_rows(token_sums, scale, target):
 
 
 def unseen_columns(seen, chunk):
-    """Columns of the turned tiles `seen` that see nothing of a chunk of keys: the first ones."""
+    """Columns of the transposed tiles `seen` that see no key of a chunk: the first ones."""
     columns = 0
     for place in range(len(seen)):
         if seen[place][COLUMNS] <= chunk * P:
@@ -161,7 +162,7 @@ def unseen_columns(seen, chunk):
 
 
 def sum_over_keys(stack, seen, part, dx_turned, item, options):
-    """Add keys over the turned gradients of some tiles, `seen`, to their dq."""
+    """Add keys over the transposed gradients of some tiles, `seen`, to their dq."""
     if queries_come_as_rows(stack.q.dtype, options):
         sum_rows_over_keys(stack, seen, dx_turned, item, options)
     else:
@@ -186,7 +187,7 @@ def sum_rows_over_keys(stack, seen, dx_turned, item, options):
 
 
 def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
-    """The same for turned dq, to which each part of an item's keys adds."""
+    """The same for transposed dq, to which each part of an item's keys adds."""
     chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
     dim, lowest, last = stack.q.shape[2], seen[-1][LEVEL], seen[0][LEVEL]
     for step in range(stack.dq.shape[1]):
@@ -210,8 +211,8 @@ def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
 
 
 def scaled_sums(sums, tiles, scale, target):
-    """scale * turned sums, tiles * P columns for each step of dim, in target's type: (dim, dim / P,
-    tiles, P).
+    """scale * transposed sums, tiles * P columns for each step of dim, in target's type:
+    (dim, dim / P, tiles, P).
     """
     dim, steps = target.shape[1], sums.shape[1]
     scaled = nl.ndarray((sums.shape[0], steps, tiles, P), dtype=target.dtype, buffer=nl.sbuf)
@@ -222,9 +223,9 @@ def scaled_sums(sums, tiles, scale, target):
 
 
 def turn_back(scaled, target, stack, program):
-    """Turned tiles (dim, dim / P, tiles, P) as rows (P, tiles, dim) of target."""
+    """Transposed tiles (dim, dim / P, tiles, P) as rows (P, tiles, dim) of target."""
     dim, steps, tiles = target.shape[1], scaled.shape[1], scaled.shape[2]
-    by_dma, identity = turns_by_dma(target.dtype, program.options), program.identity
+    by_dma, identity = transposes_by_dma(target.dtype, program.options), program.identity
     if target.dtype == nl.float32:
         identity = stack.exact
     rows = nl.ndarray((P, tiles, dim), dtype=target.dtype, buffer=nl.sbuf)

@@ -39,11 +39,11 @@ def turn_rows(rows, identity, by_dma):
     """Tiles of rows (P, tiles, dim) as (P, dim / P, tiles, P): dim on the partitions."""
     tiles, dim = rows.shape[1], rows.shape[2]
     steps = (dim + P - 1) // P
-    turned = nl.ndarray((P, steps, tiles, P), dtype=rows.dtype, buffer=nl.sbuf)
+    transposed = nl.ndarray((P, steps, tiles, P), dtype=rows.dtype, buffer=nl.sbuf)
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
-        turn_tiles(turned[0 : stop - start, step], rows[:, :, start:stop], identity, by_dma)
-    return turned
+        turn_tiles(transposed[0 : stop - start, step], rows[:, :, start:stop], identity, by_dma)
+    return transposed
 
 
 def deltas(stack):
@@ -62,7 +62,7 @@ def deltas(stack):
 
 
 def contract(product, queries, keys, dim):
-    """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), both turned."""
+    """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), transposed."""
     for step in range(queries.shape[1]):
         size = min(dim - step * P, P)
         nisa.nc_matmul(
@@ -109,7 +109,7 @@ def hidden(dst, keys, bounds, tile, columns):
         )
 
 
-def recompute(tile, part, turned, stack, item, tensors, program):
+def recompute(tile, part, transposed, stack, item, tensors, program):
     """Probabilities (P, width) in float32, 0 where masked, and the softcap's slope."""
     options, columns = program.options, program.columns
     level, width = tile[LEVEL], tile[COLUMNS]
@@ -117,7 +117,10 @@ def recompute(tile, part, turned, stack, item, tensors, program):
     first = part * options.width
     product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     contract(
-        product, turned.q[:, :, level], turned.k[:, :, first : first + width], options.k_row.dim
+        product,
+        transposed.q[:, :, level],
+        transposed.k[:, :, first : first + width],
+        options.k_row.dim,
     )
     scores, factor, slope = product, options.scale, product
     if options.is_shaped:
@@ -147,7 +150,7 @@ def recompute(tile, part, turned, stack, item, tensors, program):
     return p, slope
 
 
-def gradient_of_scores(level, part, width, p, turned, stack, item, program):
+def gradient_of_scores(level, part, width, p, transposed, stack, item, program):
     """What dv sums, (P, width) in the type of products, and dS in PSUM's or SBUF's float32.
 
     Returns the rounded probabilities, which dropout has thinned out, and the gradient of each
@@ -156,8 +159,8 @@ def gradient_of_scores(level, part, width, p, turned, stack, item, program):
     options, columns = program.options, program.columns
     first = part * options.width
     dp = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
-    values = turned.v[:, :, first : first + width]
-    contract(dp, turned.dout[:, :, level], values, options.v_row.dim)
+    values = transposed.v[:, :, first : first + width]
+    contract(dp, transposed.dout[:, :, level], values, options.v_row.dim)
     rounded = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
     nisa.activation(dst=rounded, op=nl.copy, data=p)
     if options.has_dropout:
@@ -179,15 +182,15 @@ def finish_scores(dx, p, dp, delta):
     )
 
 
-def differentiate(tile, part, turned, stack, item, tensors, program):
+def differentiate(tile, part, transposed, stack, item, tensors, program):
     """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
     before its scale. The gradient of the bias is stored on the way.
     """
     options, columns = program.options, program.columns
     level, width = tile[LEVEL], tile[COLUMNS]
-    p, slope = recompute(tile, part, turned, stack, item, tensors, program)
-    rounded, dp = gradient_of_scores(level, part, width, p, turned, stack, item, program)
-    delta = turned.delta[:, level : level + 1]
+    p, slope = recompute(tile, part, transposed, stack, item, tensors, program)
+    rounded, dp = gradient_of_scores(level, part, width, p, transposed, stack, item, program)
+    delta = transposed.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
     if options.softcap > 0.0 or options.wants_dbias:
         ds = float_tile(width)

@@ -72,7 +72,7 @@ def transpose_keys(keys, head, share, identity):
     chunks, run, dim = keys.shape[1], keys.shape[3], keys.shape[4]
     part = P // share
     steps, tile_k = (dim + P - 1) // P, chunks * part * run
-    turned = nl.ndarray((P, steps, share, tile_k), dtype=keys.dtype, buffer=nl.sbuf)
+    transposed = nl.ndarray((P, steps, share, tile_k), dtype=keys.dtype, buffer=nl.sbuf)
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         for chunk in range(chunks):
@@ -86,16 +86,16 @@ def transpose_keys(keys, head, share, identity):
                         pattern=[[count * P, stop - start], [1, part], [P, count]], offset=i * part
                     )
                     column = (step * share + i) * tile_k + chunk * part * run + first
-                    places = turned.ap(
+                    places = transposed.ap(
                         pattern=[[steps * share * tile_k, stop - start], [run, part], [1, count]],
                         offset=column,
                     )
                     nisa.tensor_copy(dst=places, src=in_order)
-    return turned
+    return transposed
 
 
 def compute_scores(scores, q, keys, identity, scale, softcap):
-    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys turned, scale divided by softcap."""
+    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys transposed, scale divided by softcap."""
     dim, steps, tile_k = q.shape[1], keys.shape[1], keys.shape[2]
     q_turned = nl.ndarray((P, steps, P), dtype=q.dtype, buffer=nl.sbuf)
     for step in range(steps):
@@ -219,7 +219,7 @@ def new_probabilities(keys, dtype):
     return p, p.ap(pattern=pattern)
 
 
-def turns_by_dma(dtype, options):
+def transposes_by_dma(dtype, options):
     """Whether DMA transposes tiles: beside deep stacks, where TensorE, VectorE and ScalarE are what
     bounds, and the queues are idle (Trainium2's architecture guide, "DMA Transpose"). One tile of
     queries, as of a decode, is bound by DMA itself.
@@ -243,15 +243,15 @@ def turn_tiles(dst, src, identity, by_dma):
             nisa.tensor_copy(dst=dst[:, first:last, :], src=part)
 
 
-def weigh_values(acc, acc_scale, turned, v, head):
-    """acc (P, dim_v) = acc * acc_scale + p @ v; p turned, v (P, chunks, heads, run, dim_v)."""
+def weigh_values(acc, acc_scale, transposed, v, head):
+    """acc (P, dim_v) = acc * acc_scale + p @ v; p transposed, v (P, chunks, heads, run, dim_v)."""
     chunks, run = v.shape[1], v.shape[3]
     product = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.psum)
     for chunk in range(chunks):
         for t in range(run):
             nisa.nc_matmul(
                 dst=product,
-                stationary=turned[:, chunk * run + t, :],
+                stationary=transposed[:, chunk * run + t, :],
                 moving=v[:, chunk, head, t, :],
                 accumulate=chunk + t > 0,
             )

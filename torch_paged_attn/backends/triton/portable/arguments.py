@@ -5,7 +5,6 @@ depend on its size, also new `strides`.
 """
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -254,7 +253,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_SOFTCAP=call.softcap > 0.0,
         KEY_RANKS=ranks,
         KEY_INTERLEAVE=run,
-        KEY_POSITION=tl.int32 if run * ranks <= MOST_IN_ROUND else tl.int64,
+        KEY_POSITION="int32" if run * ranks <= MOST_IN_ROUND else "int64",
         IS_ALIGNED=layout is None or ranks == 1,
         HAS_DROPOUT_BASE=rng is not None and call.dropout_p > 0.0 and rng.shape[0] == 5,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
@@ -278,7 +277,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         IS_LOADED_FIRST=_is_loaded_first(call, formats, config, target),
         HAS_PTX=target.converts_float8,
         IS_Q_NORMED=formats.is_q_normed,
-        DTYPE=formats.product,
+        DTYPE=formats.product.name,
         IS_PRECISE=formats.is_precise,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,

@@ -28,7 +28,7 @@ from torch_paged_attn.backends.triton.portable.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
 from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.query_tile import (
     find_keys,
@@ -53,7 +53,7 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
     offsets = rows.row * strides.dout_token + head * strides.dout_head
     dout = load_chunks(
         pointers.dout, offsets, is_query, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
-        True, FORMAT, OPTIONS.DTYPE,
+        True, FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     statistics = statistics_of(pointers.statistics, head, tile.q_start // 64 + tile.b, sizes)
     lse, delta = load_statistics(statistics, rows.token, is_query)
@@ -73,7 +73,7 @@ def key_tile_gradients(
     n0, stop = span
     rows, queries, statistics = tile
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     j = n0 + tl.arange(0, BLOCK_N)
     position, keys_of_tile = rows.position[:, None], j[None, :]
@@ -193,7 +193,9 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
             if HAS_DBIAS:
                 j = n0 + tl.arange(0, BLOCK_N)
                 store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS)
-            dq = add_chunk_products(dq, dx.to(OPTIONS.DTYPE), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
+            dq = add_chunk_products(
+                dq, dx.to(type_of(OPTIONS.DTYPE)), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE
+            )
 
     # a row that sees no key has gradient 0, whatever it contains
     has_seen = (statistics.lse < float("inf"))[:, None]

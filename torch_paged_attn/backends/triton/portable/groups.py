@@ -7,8 +7,6 @@ A kernel is compiled for its `Options`; for the types of pointers and numbers; a
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
-
 
 class Pointers(NamedTuple):
     """The kernel's tensors; None for those that a call does not have."""
@@ -132,7 +130,7 @@ class Options(NamedTuple):
     HAS_SOFTCAP: bool
     KEY_RANKS: int  # see `key_positions.py`
     KEY_INTERLEAVE: int
-    KEY_POSITION: tl.dtype
+    KEY_POSITION: str  # the name of a type
     IS_ALIGNED: bool  # the first key of a tile is a multiple of BLOCK_N
     HAS_DROPOUT_BASE: bool
     BIAS: str  # "", "bool" or "float"
@@ -156,7 +154,7 @@ class Options(NamedTuple):
     IS_LOADED_FIRST: bool  # a tile's keys and values are both asked for before either is used
     HAS_PTX: bool
     IS_Q_NORMED: bool
-    DTYPE: tl.dtype  # of the factors of matrix products
+    DTYPE: str  # the name of the type of the factors of matrix products
     IS_PRECISE: bool  # float32: sums are short (see CHAIN), and functions are not approximate
     BLOCK_M: int
     BLOCK_N: int

@@ -19,6 +19,7 @@ from torch_paged_attn.backends.triton.portable.load_kv import (
 )
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
 from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
+from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
@@ -56,7 +57,7 @@ def attend_keys(
     high elements of a head, or, if keys are decoded by pairs, the even and the odd ones. Returns
     row maxima, row sums, and the sums of weighted values in two chunks.
     """
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     V_LOW: tl.constexpr = OPTIONS.V_LOW

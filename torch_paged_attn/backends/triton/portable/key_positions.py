@@ -8,6 +8,8 @@ row sees are still a range of j, and only its bounds have to be computed from po
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.portable.named import type_of
+
 
 @triton.jit
 def key_position(j, scalars, OPTIONS: tl.constexpr):
@@ -16,8 +18,8 @@ def key_position(j, scalars, OPTIONS: tl.constexpr):
     if OPTIONS.KEY_RANKS == 1:
         return j
     else:
-        j = tl.cast(j, OPTIONS.KEY_POSITION)
-        first = tl.cast(scalars.key_rank, OPTIONS.KEY_POSITION) * RUN
+        j = tl.cast(j, type_of(OPTIONS.KEY_POSITION))
+        first = tl.cast(scalars.key_rank, type_of(OPTIONS.KEY_POSITION)) * RUN
         return j // RUN * (RUN * OPTIONS.KEY_RANKS) + first + j % RUN
 
 
@@ -29,8 +31,8 @@ def keys_before(position, scalars, OPTIONS: tl.constexpr):
         return position
     else:
         ROUND: tl.constexpr = RUN * OPTIONS.KEY_RANKS
-        position = tl.maximum(tl.cast(position, OPTIONS.KEY_POSITION), 0)
-        first = tl.cast(scalars.key_rank, OPTIONS.KEY_POSITION) * RUN
+        position = tl.maximum(tl.cast(position, type_of(OPTIONS.KEY_POSITION)), 0)
+        first = tl.cast(scalars.key_rank, type_of(OPTIONS.KEY_POSITION)) * RUN
         begun = tl.minimum(tl.maximum(position % ROUND - first, 0), RUN)
         return (position // ROUND * RUN + begun).to(tl.int32)
 

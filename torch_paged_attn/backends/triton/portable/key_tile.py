@@ -30,7 +30,7 @@ from torch_paged_attn.backends.triton.portable.mask import (
     tiles_of_phase,
     visible,
 )
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.transposed_lists import listing_rows
 from torch_paged_attn.backends.triton.seqlen_info import (
@@ -80,11 +80,11 @@ def _load_keys(rows, exists, pointers, strides, OPTIONS: tl.constexpr):
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     k = load_chunks(
         pointers.k, row * strides.k_slot + rows.head * strides.k_head, exists, OPTIONS.K_LOW,
-        OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True, FORMAT, OPTIONS.DTYPE,
+        OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True, FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     v = load_chunks(
         pointers.v, row * strides.v_slot + rows.head * strides.v_head, exists, OPTIONS.V_LOW,
-        OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True, FORMAT, OPTIONS.DTYPE,
+        OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True, FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     return k, v
 
@@ -108,7 +108,7 @@ def _add_query_tile(
     """
     dk, dv = sums
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     # with a layout, tiles begin at positions

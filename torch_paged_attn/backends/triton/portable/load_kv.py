@@ -15,6 +15,7 @@ from torch_paged_attn.backends.triton.portable.gather_scatter import (
     zero_chunks_unless,
     zero_unless,
 )
+from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import fold_values, scores
 
 
@@ -26,7 +27,7 @@ def score_keys(queries, k_ptr, offsets, OPTIONS: tl.constexpr):
     LOW: tl.constexpr = OPTIONS.K_LOW
     HIGH: tl.constexpr = OPTIONS.K_HIGH
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     if OPTIONS.IS_PAIRED:
         pairs = load_rows(k_ptr, offsets, None, 0, LOW, LOW, False, "RAW", DTYPE)
         if FORMAT == "INT8":
@@ -55,7 +56,7 @@ def fold_value_tile(
     LOW: tl.constexpr = OPTIONS.V_LOW
     HIGH: tl.constexpr = OPTIONS.V_HIGH
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     acc_low, acc_high = acc
     if OPTIONS.IS_PAIRED:
@@ -81,7 +82,7 @@ def load_keys(k_ptr, offsets, OPTIONS: tl.constexpr):
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     return load_chunks(
         k_ptr, offsets, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, False, FORMAT,
-        OPTIONS.DTYPE,
+        type_of(OPTIONS.DTYPE),
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def load_values(v_ptr, offsets, OPTIONS: tl.constexpr):
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     return load_chunks(
         v_ptr, offsets, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, False,
-        FORMAT, OPTIONS.DTYPE,
+        FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Rows and keys have shapes that broadcast with the tile: (rows, 1) and (1, keys),
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.softmax import LOG2E, small_tanh
 
 
@@ -81,7 +82,7 @@ def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr
     """
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:
-        s = softcapped(s, scalars.softcap, IS_PRECISE, OPTIONS.DTYPE)
+        s = softcapped(s, scalars.softcap, IS_PRECISE, type_of(OPTIONS.DTYPE))
     capped = s
     if pointers.alibi is not None:
         s = _with_alibi(s, slope, position, j)

@@ -1,4 +1,4 @@
-"""Named tuples in device code.
+"""Named tuples and types in device code.
 
 torch.compile prints a kernel with every function that it calls, but without classes. So device code
 cannot use a NamedTuple class, and makes the class of a group on the spot.
@@ -21,3 +21,13 @@ def named_constants(items):
     from collections import namedtuple
 
     return namedtuple("Group", [name for name, _ in items])(*[value for _, value in items])
+
+
+@triton.constexpr_function
+def type_of(name):
+    """Triton's type of this name. Kernels are compiled for the name, which JSON can write: Triton
+    hands constants to hooks on compilation as JSON.
+    """
+    import triton.language as tl
+
+    return tl.dtype(name)

@@ -23,7 +23,7 @@ from torch_paged_attn.backends.triton.portable.key_positions import (
     tiles_of_block,
 )
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
@@ -172,7 +172,7 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
     K_LOW: tl.constexpr = OPTIONS.K_LOW
     K_HIGH: tl.constexpr = OPTIONS.K_HIGH
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
-    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     LOADED: tl.constexpr = tl.float32 if OPTIONS.IS_Q_NORMED else DTYPE
     STEP: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
     HIGH_START: tl.constexpr = 1 if OPTIONS.IS_PAIRED else K_LOW

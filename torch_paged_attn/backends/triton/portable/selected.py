@@ -126,7 +126,7 @@ def options_of(
         K_FORMAT=formats.k,
         V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
-        DTYPE=formats.product,
+        DTYPE=formats.product.name,
         IS_PRECISE=formats.is_precise,
         CHAIN=FLOAT32_CHAIN if formats.is_precise else 0,
         BLOCK_M=config.BLOCK_M,

@@ -16,7 +16,7 @@ from torch_paged_attn.backends.triton.portable.gather_scatter import (
     zero_chunks,
 )
 from torch_paged_attn.backends.triton.portable.logits import softcapped
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.selected_keys import (
     find_keys,
@@ -90,7 +90,7 @@ def _selected_dq_kernel(
     offsets = offsets + queries.head.to(tl.int64) * more_strides.dout_head
     dout = load_chunks(
         gradients.dout, offsets, sees, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-        Q_FORMAT, OPTIONS.DTYPE,
+        Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
     for n0 in tl.range(0, token.count * OPTIONS.SELECT_SIZE, OPTIONS.BLOCK_N):
@@ -100,7 +100,8 @@ def _selected_dq_kernel(
         p = _probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
         p = tl.where(is_seen[None, :] & sees[:, None], p, 0.0)
         dp = chunk_scores(dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-        ds = _score_gradients(s, p, dp, d[:, None], scalars, OPTIONS).to(OPTIONS.DTYPE)
+        ds = _score_gradients(s, p, dp, d[:, None], scalars, OPTIONS)
+        ds = ds.to(type_of(OPTIONS.DTYPE))
         dq = add_chunk_products(dq, ds, k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
     dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
     r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -130,12 +131,12 @@ def _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTION
     offsets = token * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_chunks(
         pointers.q, offsets, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
-        Q_FORMAT, OPTIONS.DTYPE,
+        Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     offsets = token * at.more.dout_token + head.to(tl.int64) * at.more.dout_head
     dout = load_chunks(
         gradients.dout, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-        Q_FORMAT, OPTIONS.DTYPE,
+        Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     return named("q dout lse d exists first position length")(
         q=q,
@@ -187,7 +188,7 @@ def _selected_dkdv_kernel(
                 x = _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTIONS)
                 s = chunk_scores(x.q, k, OPTIONS.K_HIGH, OPTIONS.CHAIN) * scalars.scale
                 if OPTIONS.HAS_SOFTCAP:
-                    s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, OPTIONS.DTYPE)
+                    s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
                 # overlapping sequences number a row's key differently
                 own_key = row[None, :] - x.first[:, None]
                 is_seen = x.exists[:, None] & is_key[None, :] & (own_key < x.length[:, None])
@@ -201,7 +202,8 @@ def _selected_dkdv_kernel(
                 ds = _score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
                 # a key of the unit that no query sees may be NaN
                 ds = tl.where(is_seen, ds, 0.0)
-                p, ds = tl.trans(p.to(OPTIONS.DTYPE)), tl.trans(ds.to(OPTIONS.DTYPE))
+                p = tl.trans(p.to(type_of(OPTIONS.DTYPE)))
+                ds = tl.trans(ds.to(type_of(OPTIONS.DTYPE)))
                 dv = add_chunk_products(dv, p, x.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 dk = add_chunk_products(dk, ds, x.q, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
         dk = (dk[0] * scalars.scale, dk[1] * scalars.scale)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import encode
 from torch_paged_attn.backends.triton.portable.gather_scatter import store_rows, zero_chunks
+from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products
 from torch_paged_attn.backends.triton.portable.selected_keys import (
     find_keys,
@@ -62,7 +63,7 @@ def _selected_fwd_kernel(
             m_i, l_i, s, LOG2E, OPTIONS.IS_PRECISE, False, IS_FUSED=True
         )
         acc = (acc[0] * shrink[:, None], acc[1] * shrink[:, None])
-        p = p.to(OPTIONS.DTYPE)
+        p = p.to(type_of(OPTIONS.DTYPE))
         acc = add_chunk_products(acc, p, v, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
 
     OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_chunks
 from torch_paged_attn.backends.triton.portable.logits import softcapped
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 
 
@@ -107,7 +107,7 @@ class SelectedOptions(NamedTuple):
     K_FORMAT: str
     V_FORMAT: str
     OUT_FORMAT: str
-    DTYPE: tl.dtype  # of the factors of matrix products
+    DTYPE: str  # of the factors of matrix products
     IS_PRECISE: bool
     CHAIN: int
     BLOCK_M: int
@@ -219,14 +219,14 @@ def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.const
     offsets = token.row * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_chunks(
         pointers.q, offsets, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
-        Q_FORMAT, OPTIONS.DTYPE,
+        Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     latent = (0.0, 0.0)
     if pointers.q_latent is not None:
         offsets = token.row * strides.latent_token + head.to(tl.int64) * strides.latent_head
         latent = load_chunks(
             pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
-            True, Q_FORMAT, OPTIONS.DTYPE,
+            True, Q_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
     q_scale = 1.0
     if pointers.q_descale is not None:
@@ -259,7 +259,7 @@ def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.const
     offsets = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
     k = load_chunks(
         pointers.k, offsets, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
-        K_FORMAT, OPTIONS.DTYPE,
+        K_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     if OPTIONS.IS_V_IN_K:
         v = (k[0], 0.0)
@@ -267,7 +267,7 @@ def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.const
         offsets = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
         v = load_chunks(
             pointers.v, offsets, is_seen, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-            V_FORMAT, OPTIONS.DTYPE,
+            V_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
     return k, v
 
@@ -281,5 +281,5 @@ def list_logits(queries, k, v, pointers, scalars, OPTIONS: tl.constexpr):
         more = chunk_scores(queries.latent, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
         s += more * (scalars.scale * queries.latent_scale)
     if OPTIONS.HAS_SOFTCAP:
-        s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, OPTIONS.DTYPE)
+        s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
     return s

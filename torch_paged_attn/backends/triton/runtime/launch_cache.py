@@ -12,8 +12,8 @@ three caches, each with an explicit key and a bound:
   compiled for (`compiled_for`). Numbers of tokens, sequences and pages are not in it, so the first
   layer of a step of a new size makes a plan, but looks up no kernel in Triton.
 
-Plans hold no tensors. Kernels are kept for NVIDIA's chips, with the one version of Triton whose
-launcher is known. Elsewhere, and for kernels that need Triton's scratch memory, every launch is
+Plans hold no tensors. Kernels are kept for NVIDIA's chips, with the versions of Triton whose
+launchers are known. Elsewhere, and for kernels that need Triton's scratch memory, every launch is
 `kernel[grid](...)`.
 """
 
@@ -271,9 +271,11 @@ class Launch:
     def start(self, *addresses: Any) -> None:
         """Launch with addresses, None, and tuples of those."""
         ready: Any = self._ready
-        ready.launcher(
-            *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
-        )
+        given = *addresses, *self._constants
+        if ready.takes_tuple:
+            ready.launcher(*self.grid, current_stream(ready.device), *ready.fixed, given)
+        else:
+            ready.launcher(*self.grid, current_stream(ready.device), *ready.fixed, *given)
 
     @property
     def map_arguments(self) -> Callable[[int, Any, int], list[Any]]:

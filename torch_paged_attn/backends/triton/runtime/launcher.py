@@ -2,7 +2,9 @@
 
 `kernel[grid](...)` looks a kernel up and describes tensor maps anew at every launch. A
 `ReadyKernel` calls the launcher under it with addresses, and keeps descriptions of tensor maps.
-Only the launcher of one version of Triton is known.
+The launchers of Triton 3.6 to 3.9 are known. 3.6 compiles one for each kernel's signature, which
+takes the kernel's arguments one by one; later versions have one function for all kernels, which
+takes them as a tuple. With another Triton, Triton launches.
 """
 
 import inspect
@@ -16,17 +18,38 @@ from torch_paged_attn.lru import LRU
 # the most tensor maps that are kept for a kernel
 MOST_MAPS = 1024
 
-# whether this is the Triton whose launcher and tensor maps `ready_kernel` and `fill_less` know
-HAS_KNOWN_MAPS = triton.__version__.startswith("3.6.")
+# major and minor version
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+OLDEST, NEWEST = (3, 6), (3, 9)
+
+# whether this is a Triton whose launcher and tensor maps `ready_kernel` and `fill_less` know
+HAS_KNOWN_MAPS = OLDEST <= VERSION <= NEWEST
+
+
+def unknown_triton() -> str | None:
+    """What is different with a Triton that is not known, for people; None if it is known."""
+    if HAS_KNOWN_MAPS:
+        return None
+    oldest, newest = (".".join(map(str, x)) for x in (OLDEST, NEWEST))
+    return (
+        f"the launcher of Triton {triton.__version__} is not known ({oldest} to {newest} are):"
+        " Triton starts every kernel, which takes the host longer, and on Hopper the heads of a"
+        " group that is no power of two share fewer tiles; results are as accurate"
+    )
 
 
 class ReadyKernel:
     """A compiled kernel that can be started on one device. `launcher` takes grid, stream, `fixed`,
-    the kernel's addresses and its constants. `describe_map` returns the arguments that the launcher
-    takes for a tensor map, from the map and its number among the kernel's.
+    and the kernel's addresses and constants: one by one, or with `takes_tuple` as a tuple.
+    `describe_map` returns the arguments that the launcher takes for a tensor map, from the map and
+    its number among the kernel's. `compiled` is Triton's object, which unloads the kernel from the
+    device when nothing refers to it any more.
     """
 
-    __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
+    __slots__ = (
+        *("_describe_map", "_maps", "compiled", "device", "fixed", "launcher"),
+        "takes_tuple",
+    )
 
     def __init__(
         self,
@@ -34,9 +57,11 @@ class ReadyKernel:
         fixed: tuple[Any, ...],
         describe_map: Callable[[Any, int], list[Any]],
         device: int,
+        takes_tuple: bool = False,
+        compiled: Any = None,
     ) -> None:
         self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
-        self.device = device
+        self.device, self.takes_tuple, self.compiled = device, takes_tuple, compiled
         self._maps = LRU(MOST_MAPS)
 
     def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
@@ -97,20 +122,26 @@ def ready_kernel(compiled: Any, device: int) -> ReadyKernel | None:
     run = compiled.run
     if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
         return None
+    if getattr(run, "gsan_enabled", False):
+        return None  # Triton's sanitizer has arguments of its own
     launcher, descriptions = run.launch, getattr(compiled.metadata, "tensordesc_meta", None)
     if inspect.isfunction(launcher):
         # this wrapper would describe every tensor map anew at each launch
         launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
     if launcher is None:
         return None
-    no_scratch = no_hooks = None, None
-    fixed = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch,
-        compiled.packed_metadata, None, *no_hooks,
-    )  # fmt: skip
+    # 3.8 and later hand over the grid and more, which only AMD's tensor maps need
+    unused = (None,) if VERSION >= (3, 8) else ()
 
     def describe_map(tensor_map: Any, number: int) -> list[Any]:
         description = descriptions[number] if descriptions else None
-        return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map))
+        return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map), *unused)
 
-    return ReadyKernel(launcher, fixed, describe_map, device)
+    no_scratch = no_hooks = None, None
+    fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    if VERSION < (3, 7):
+        fixed = *fixed, *no_scratch, compiled.packed_metadata, None, *no_hooks
+        return ReadyKernel(launcher, fixed, describe_map, device, compiled=compiled)
+    described = run.arg_annotations, run.kernel_signature
+    fixed = *fixed, compiled.packed_metadata, None, *no_hooks, *no_scratch, *described
+    return ReadyKernel(launcher, fixed, describe_map, device, takes_tuple=True, compiled=compiled)

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch_paged_attn.backends.triton.page_sizes import COMPILED
+
 TABLES = Path(__file__).parent / "tables"
 
 # architecture without a table -> one with the same registers and instructions, and no more shared
@@ -88,6 +90,7 @@ def entries(
         /few ...        paged keys, number of tiles as in SIZES
         /few/short ...  the same, and a block table for as many keys as in LENGTHS
         /wide, /narrow  paged keys, pages of at least 64 tokens, or smaller
+        /odd            paged keys, pages of a size that is not compiled in
         /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
         /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
         /full           packed keys without causal mask and window
@@ -109,6 +112,8 @@ def entries(
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
         if 8 < rows <= 16:
             found.insert(0, f"{key}/{size}/tall")
+        if page_size not in COMPILED:
+            found.insert(0, f"{key}/odd")
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found

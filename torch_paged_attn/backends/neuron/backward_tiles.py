@@ -16,8 +16,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.columns import count_up
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.key_columns import count_up
 from torch_paged_attn.backends.neuron.work_list import Batch, Spans, Stacks
 
 
@@ -125,7 +125,7 @@ def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes, grid: int) ->
     return Rectangles(span, first_row, stop_row, key_start, key_stop, kind, grid)
 
 
-def levels(
+def visible_tiles(
     is_diagonal: bool, batch: Batch, group_size: int, depth: int, tile_k: int, width: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns).

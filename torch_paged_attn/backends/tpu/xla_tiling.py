@@ -1,5 +1,5 @@
 """Tokens as rows of tiles, and back: the gathers and transposes that XLA does before and after a
-launch. Kernels with `token_rows.py` pick rows out of the tokens themselves.
+launch. Kernels with `q_out_dma.py` pick rows out of the tokens themselves.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-// Few query rows on AMX: attention_rows.h's tasks and order, with tiles of keys and values that are
+// Few query rows on AMX: decode.h's tasks and order, with tiles of keys and values that are
 // multiplied where they are in memory.
 //
 // Sixteen keys of a head are the rows of a left operand, so scores are (keys, rows). Sixteen values
@@ -12,7 +12,7 @@
 #pragma once
 
 #include "../core/product_amx.h"
-#include "attention_rows.h"
+#include "decode.h"
 
 namespace {
 
@@ -68,7 +68,7 @@ template <class T>
 PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64_t spaced,
                                         int64_t head_dim, ReadAhead<T>* ahead, float* buffer) {
   const int64_t bytes = TILE_KEYS * head_dim * int64_t(sizeof(T));
-  const T* later = ahead ? (const T*)ahead->claim(bytes) : nullptr;
+  const T* later = ahead ? (const T*)ahead->advance(bytes) : nullptr;
   if (sizeof(T) == 2 && spaced && head_dim % TILE_DIMS == 0)
     return {(const char*)(x + offset[0]), spaced * int64_t(sizeof(T)), later};
   constexpr int LINE = CACHE_LINE / int(sizeof(T));
@@ -77,7 +77,7 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
     const T* row = x + offset[i];
     for (int64_t d = 0; d < head_dim; d += LINE) {
       const int n = int(min64(LINE, head_dim - d));
-      if (later) ahead->ask(later, i * head_dim + d, n);
+      if (later) ahead->prefetch(later, i * head_dim + d, n);
       F operands[LINE / TILE_DIMS];
       AmxProduct::load_line(row + d, n, operands);
       for (int j = 0; j < n; j += TILE_DIMS)
@@ -91,7 +91,7 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
 template <class T>
 PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>* ahead) {
   constexpr int ELEMENTS = TILE_KEYS * TILE_DIMS;
-  if (x.later) ahead->ask(x.later, i * ELEMENTS, ELEMENTS);
+  if (x.later) ahead->prefetch(x.later, i * ELEMENTS, ELEMENTS);
 }
 
 // scores (16 keys, rows) = k . q
@@ -143,11 +143,11 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
   const int64_t rows = rows_of(a, task);
   const int64_t in_group = (group - task.group_begin) * w.rows;
   float* scores = w.scores + 2 * in_group * ROW_COLUMNS;
-  float* twins = scores + ROWS * ROW_COLUMNS;
+  float* duplicated_p = scores + ROWS * ROW_COLUMNS;
   const float scale = w.scale[group - task.group_begin];
   for (int c = 0; c < columns; c += TILE_KEYS) {
     F x[ROWS];
-    for (int r = 0; r < ROWS; ++r) x[r] = load(twins + c * ROWS + r * W);
+    for (int r = 0; r < ROWS; ++r) x[r] = load(duplicated_p + c * ROWS + r * W);
     uninterleave<ROWS>(x);
     for (int r = 0; r < ROWS; ++r) store(scores + r * ROW_COLUMNS + c, x[r] * set1(scale));
   }
@@ -161,7 +161,7 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
         scores + r0 * ROW_COLUMNS, ROW_COLUMNS, w.m + in_group + r0, w.l + in_group + r0, rescale);
     for (int64_t r = r0; r < r0 + TOGETHER; ++r) {
       for (int c = 0; c < columns; c += W)
-        store(twins + r * ROW_COLUMNS + c,
+        store(duplicated_p + r * ROW_COLUMNS + c,
               as_float(bits(load(scores + r * ROW_COLUMNS + c)) << 16));
       if (rescale[r - r0] == 1) continue;
       for (int odd = 0; odd < 2; ++odd) {
@@ -174,8 +174,8 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
 }
 
 // How far ahead to prefetch: half as far as vectors do, since tiles read a chunk at once. Where a
-// token's heads adjoin, a chunk is prefetched token by token and read head by head, so that all of
-// it has to be there first.
+// token's heads are contiguous, a chunk is prefetched token by token and read head by head, so that
+// all of it has to be there first.
 template <class T>
 PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
   if (a.k.stride_head >= a.k.stride_token) return AHEAD_BYTES / 2;
@@ -184,7 +184,7 @@ PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
 
 // One block of keys for every group of the task.
 template <class T, int ROWS>
-inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
+inline void decode_block_amx(const Attention& a, const Sequence& s,
                                        const paged_attn::Task& task, const KeyBlock& block,
                                        const KeyBlock& next, const AmxRowsWorkspace& w) {
   const int columns = block.num_columns;
@@ -195,7 +195,7 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
   const int groups = task.group_end - task.group_begin;
   ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
                       ahead_bytes<T>(a, groups));
-  cursor.enter(block, next);
+  cursor.seek(block, next);
   ReadAhead<T>* const ahead = &cursor;
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.k_offset + c);
@@ -243,7 +243,7 @@ PAGED_ATTN_INLINE void turn_queries(const Attention& a, const Sequence& s,
 
 // Returns false, and has written nothing, if a sum is not finite.
 template <int ROWS>
-inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
+inline bool decode_amx(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, float* memory) {
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
@@ -261,7 +261,7 @@ inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       if constexpr (AmxProduct::accepts<T>)
-        attend_rows_block_by_tiles<T, ROWS>(a, s, task, block, more ? next : block, w);
+        decode_block_amx<T, ROWS>(a, s, task, block, more ? next : block, w);
     });
   });
 

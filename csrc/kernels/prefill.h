@@ -171,7 +171,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
 }
 
 template <class Product>
-inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);

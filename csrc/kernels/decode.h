@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../core/workspace.h"
-#include "rows_in_order.h"
-#include "rows_products.h"
+#include "decode_invariant.h"
+#include "decode_products.h"
 
 namespace {
 
@@ -19,14 +19,14 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // only where sums have to be those of attention_tile.h: sums over a block, and transposed keys
+  // only where sums have to be those of prefill.h: sums over a block, and transposed keys
   float *sums, *turned;
-  // in fixed point, the units of a row's probabilities in a block; where sums are over a block
+  // in fixed point, the scales of a row's probabilities in a block; where sums are over a block
   // alone, the factor by which its earlier sums become relative to the new maximum
   float* weight;
-  // in fixed point: the units of a row's lanes, what rounding took away from queries as integers
-  // and their units, and whether it has to be multiplied, too
-  float *units, *low, *low_units, *loses;
+  // in fixed point: the scales of a row's lanes, what rounding took away from queries as integers
+  // and its scales, and whether it has to be multiplied, too
+  float *lane_scales, *low, *low_scales, *needs_correction;
   int64_t floats;
 };
 
@@ -44,10 +44,10 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.l = space.take(groups * w.rows);
   w.scores = space.take(groups * w.rows * ROW_COLUMNS);
   w.scale = space.take(groups);
-  w.units = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.lane_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
   w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
-  w.low_units = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.loses = space.take(groups);
+  w.low_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.needs_correction = space.take(groups);
   w.weight = space.take(groups * w.rows);
   w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
   w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
@@ -55,7 +55,7 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
-// Columns of a chunk. Where a token's heads adjoin in memory, it is prefetched in another order
+// Columns of a chunk. Where a token's heads are contiguous, it is prefetched in another order
 // than it is read in: so a chunk must stay in L1 until the last head has read its part.
 template <class T>
 PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
@@ -90,7 +90,7 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
 
 // One block of keys for every group of the task.
 template <class Product, class T, int ROWS>
-inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
@@ -98,17 +98,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
   };
   // a chunk of keys fills the lanes, or else the sums, of a dot product
-  const bool in_order = !Product::FIXED && a.batch_invariant;
-  const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
-  // where a token's heads adjoin, all of a chunk is prefetched before its last head is read
+  const bool invariant = !Product::FIXED && a.batch_invariant;
+  const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
+  // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
-  const bool beside = in_order && a.k.stride_head < a.k.stride_token;
+  const bool beside = invariant && a.k.stride_head < a.k.stride_token;
   ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
                      AHEAD_BYTES + (beside ? chunk : 0));
-  ahead.enter(block, next);
+  ahead.seek(block, next);
   for (int c = 0; c < columns; c += step) {
     if constexpr (!Product::FIXED)
-      if (in_order) {
+      if (invariant) {
         score_in_order<Product, T, ROWS>(a, task, block.k_offset + c, c, step, ahead, w);
         continue;
       }
@@ -116,12 +116,12 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
-                                   w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
+                                   w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
-        if (Product::FIXED && w.loses[g] > 0)
+        if (Product::FIXED && w.needs_correction[g] > 0)
           dot_keys<Product, T, ROWS, true>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                            w.low + g * w.rows * w.stride_q,
-                                           w.low_units + g * w.rows * W, w.rows, head_dim,
+                                           w.low_scales + g * w.rows * W, w.rows, head_dim,
                                            w.scale[g], scores);
       });
     }
@@ -140,17 +140,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
                                   rescale, w.weight + i);
       for (int r = 0; r < ROWS; ++r) {
-        if (in_order) w.weight[i + r] = rescale[r];
-        if (in_order || rescale[r] == 1) continue;
+        if (invariant) w.weight[i + r] = rescale[r];
+        if (invariant || rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
         for (int64_t d = 0; d < w.stride_acc; d += W)
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
   };
-  float* to = in_order ? w.sums : w.acc;
+  float* to = invariant ? w.sums : w.acc;
   const int64_t floats = groups * w.rows * w.stride_acc;
-  if (in_order) memset(w.sums, 0, floats * sizeof(float));
+  if (invariant) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
@@ -162,7 +162,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       });
     }
   }
-  for (int64_t row = 0; in_order && row < groups * w.rows; ++row) {
+  for (int64_t row = 0; invariant && row < groups * w.rows; ++row) {
     const F weight = set1(w.weight[row]);
     for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
       store(w.acc + i, fma(load(w.acc + i), weight, load(w.sums + i)));
@@ -178,18 +178,19 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
   constexpr float LOSS = 2e-5f, KEY = 73.9f;
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
-  memset(w.units, 0, groups * w.rows * W * sizeof(float));
-  memset(w.low_units, 0, groups * w.rows * W * sizeof(float));
+  memset(w.lane_scales, 0, groups * w.rows * W * sizeof(float));
+  memset(w.low_scales, 0, groups * w.rows * W * sizeof(float));
   for (int g = 0; g < groups; ++g) {
     // logits, or logits over a softcap
     const float scale = w.scale[g] * KEY * (a.softcap > 0 ? a.softcap : LN_2);
-    w.loses[g] = 0;
+    w.needs_correction[g] = 0;
     for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
       const int64_t first = i * w.stride_q;
-      const float lost = Product::fix_row(w.q + first, w.stride_q, w.units + i * W, w.low + first,
-                                          w.low_units + i * W);
+      const float lost =
+          Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W, w.low + first,
+                                w.low_scales + i * W);
       if (!(lost < INFINITY)) return false;
-      if (!(lost * scale * scale <= LOSS * LOSS)) w.loses[g] = 1;
+      if (!(lost * scale * scale <= LOSS * LOSS)) w.needs_correction[g] = 1;
     }
   }
   return true;
@@ -197,7 +198,7 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
 
 // False, and nothing is written, if the queries do not fit a product in fixed point.
 template <class Product>
-inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
@@ -221,9 +222,9 @@ inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn:
       const KeyBlock& upcoming = more ? next : block;
       if constexpr (Product::template accepts<T>) {
         switch (w.rows) {
-          case 1: return attend_rows_block<Product, T, 1>(a, s, task, block, upcoming, w);
-          case 2: return attend_rows_block<Product, T, 2>(a, s, task, block, upcoming, w);
-          default: return attend_rows_block<Product, T, 4>(a, s, task, block, upcoming, w);
+          case 1: return decode_block<Product, T, 1>(a, s, task, block, upcoming, w);
+          case 2: return decode_block<Product, T, 2>(a, s, task, block, upcoming, w);
+          default: return decode_block<Product, T, 4>(a, s, task, block, upcoming, w);
         }
       }
     });

@@ -62,7 +62,7 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
 
     # a loader that is done asks for what is behind the last tile that there may be
     def end(i: Array, _: None) -> None:
-        tiles.busy_from[i] = jnp.int32(num_tiles)
+        tiles.next_nonempty[i] = jnp.int32(num_tiles)
 
     lax.fori_loop(count, num_tiles + num_cores, end, None)
 
@@ -71,7 +71,7 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
         is_busy = tiles.start[tile] < tiles.stop[tile]
         if refs.layout_words is not None:
             is_busy = refs.num_visits[tile] > 0
-        tiles.busy_from[tile] = jnp.where(is_busy, tile, tiles.busy_from[tile + num_cores])
+        tiles.next_nonempty[tile] = jnp.where(is_busy, tile, tiles.next_nonempty[tile + num_cores])
 
     lax.fori_loop(0, count, find_busy, None)
 

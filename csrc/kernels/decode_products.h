@@ -25,20 +25,21 @@ PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
 // prefetched.
 template <class Product, class T, int ROWS, bool ADD = false>
 PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
-                                const float* q, const float* units, int64_t rows,
+                                const float* q, const float* lane_scales, int64_t rows,
                                 int64_t head_dim, float scale, float* scores) {
   constexpr int KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   const int64_t row_bytes = head_dim * int64_t(sizeof(T));
-  // one claim for all columns where they adjoin, else one for each step of the loop
+  // one advance for all columns where they are contiguous, else one for each step of the loop
   const bool whole = !ADD && ahead.has(columns * row_bytes);
-  const T* first_later = whole ? (const T*)ahead.claim(columns * row_bytes) : nullptr;
+  const T* first_later = whole ? (const T*)ahead.advance(columns * row_bytes) : nullptr;
   for (int c = 0; c < columns; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
     const T* later = nullptr;
-    if (!ADD) later = whole ? first_later + c * head_dim : (const T*)ahead.claim(KEYS * row_bytes);
+    if (!ADD)
+      later = whole ? first_later + c * head_dim : (const T*)ahead.advance(KEYS * row_bytes);
     for (int64_t r = 0; r < rows; r += ROWS) {
       typename Product::Sum acc[DOTS] = {};
       const float* x = q + r * stride_q;
@@ -48,7 +49,7 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (!ADD && r == 0) ahead.ask(later, d * KEYS + j * n, n);
+          if (!ADD && r == 0) ahead.prefetch(later, d * KEYS + j * n, n);
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -72,7 +73,8 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
         memcpy(sums + i * KEYS, scores + (r + i) * ROW_COLUMNS + c, KEYS * sizeof(float));
       F dots[DOTS];
 #pragma GCC unroll 16
-      for (int i = 0; i < DOTS; ++i) dots[i] = Product::dots(acc[i], units + (r + i / KEYS) * W);
+      for (int i = 0; i < DOTS; ++i)
+        dots[i] = Product::dots(acc[i], lane_scales + (r + i / KEYS) * W);
       for (int i = 0; i < DOTS; i += W) {
         const F total = sum_lanes(dots + i) * set1(scale);
         store(sums + i, ADD ? total + load(sums + i) : total);
@@ -112,7 +114,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
                                   ReadAhead<T>& ahead, bool first, int n, const float* p,
                                   const float* weight, float* acc, int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
-  const T* later = first ? (const T*)ahead.claim(columns * n * int64_t(sizeof(T))) : nullptr;
+  const T* later = first ? (const T*)ahead.advance(columns * n * int64_t(sizeof(T))) : nullptr;
   typename Product::Sum sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
@@ -125,7 +127,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       constexpr int SHARE = DEPTH * VECS * W / ROWS;
-      if (first) ahead.ask(later, c * n + r * SHARE, SHARE);
+      if (first) ahead.prefetch(later, c * n + r * SHARE, SHARE);
       const F weight = set1(p[r * ROW_COLUMNS]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);

@@ -1,20 +1,20 @@
-// Few query rows on AMX with the same bits as attention_amx.h's tiles: for calls whose queries must
+// Few query rows on AMX with the same bits as prefill_amx.h's tiles: for calls whose queries must
 // have the same result alone and among others (`batch_invariant`).
 //
 // A tile product adds up the even halves of operands, then the odd halves, and then both sums. So a
 // step has the same 32 dims of a key here as there, and the same 32 values. Which of two tiles is
 // the left operand does not matter. Keys are multiplied where they are in memory, as in
-// attention_rows_amx.h.
+// decode_amx.h.
 //
 // So are values. Of a step's 32 keys, the first sixteen are even halves and the others odd ones
 // (AmxValueProduct). Sixteen values times probabilities paired with zeros, as in
-// attention_rows_amx.h, give one of the two sums, and the next sixteen add the other one. Vectors
+// decode_amx.h, give one of the two sums, and the next sixteen add the other one. Vectors
 // add the result to the output, rounding as tiles do. If a zero was multiplied by an infinity, the
 // task is computed again with packed values.
 #pragma once
 
-#include "attention_amx.h"
-#include "attention_rows_amx.h"
+#include "prefill_amx.h"
+#include "decode_amx.h"
 
 namespace {
 
@@ -70,12 +70,12 @@ PAGED_ATTN_INLINE void softmax_in_order(const Attention& a, const Sequence& s,
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;
   const int columns = block.num_columns;
   const int64_t rows = rows_of(a, task), g = group - task.group_begin;
-  float *all = w.scores + 2 * g * ROWS * SCORES, *twins = all + ROWS * SCORES;
+  float *all = w.scores + 2 * g * ROWS * SCORES, *duplicated_p = all + ROWS * SCORES;
   const float scale = w.scale[g], late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
   const float early_scale = late_scale == scale ? 1.f : scale;
   for (int c = 0; c < columns; c += TILE_KEYS) {
     F x[ROWS];
-    for (int r = 0; r < ROWS; ++r) x[r] = load(twins + c * ROWS + r * W);
+    for (int r = 0; r < ROWS; ++r) x[r] = load(duplicated_p + c * ROWS + r * W);
     uninterleave<ROWS>(x);
     for (int r = 0; r < ROWS; ++r) store(all + r * SCORES + c, x[r] * set1(early_scale));
   }
@@ -103,7 +103,8 @@ PAGED_ATTN_INLINE void softmax_in_order(const Attention& a, const Sequence& s,
     }
     for (int r = 0; r < TOGETHER && !PACKED<Product>; ++r)
       for (int c = 0; c < columns; c += W)
-        store(twins + (r0 + r) * SCORES + c, as_float(bits(load(scores + r * SCORES + c)) << 16));
+        store(duplicated_p + (r0 + r) * SCORES + c,
+              as_float(bits(load(scores + r * SCORES + c)) << 16));
   }
 }
 
@@ -165,7 +166,7 @@ PAGED_ATTN_INLINE void weigh_packed(const T* v, const int64_t* offset, int colum
 
 // One block of keys for every group of the task.
 template <class T, int ROWS, class Product>
-inline void attend_block_in_order(const Attention& a, const Sequence& s,
+inline void decode_block_invariant(const Attention& a, const Sequence& s,
                                   const paged_attn::Task& task, const KeyBlock& block,
                                   const KeyBlock& next, const AmxInOrderWorkspace& w) {
   const int columns = block.num_columns;
@@ -178,7 +179,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
   ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
                       ahead_bytes<T>(a, groups));
   ReadAhead<T>* const ahead = PACKED<Product> ? nullptr : &cursor;
-  if (ahead) cursor.enter(block, next);
+  if (ahead) cursor.seek(block, next);
 
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.k_offset + c);
@@ -220,7 +221,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
 
 // Returns false, and has written nothing, if a sum is not finite and values were not packed.
 template <int ROWS, class Product>
-inline bool attend_rows_in_order(const Attention& a, const Sequence& s,
+inline bool decode_amx_invariant(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, float* memory) {
   static constexpr AmxInOrderRegisters<ROWS, Product> registers;
   _tile_loadconfig(&registers);
@@ -240,7 +241,7 @@ inline bool attend_rows_in_order(const Attention& a, const Sequence& s,
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       if constexpr (AmxProduct::accepts<T>)
-        attend_block_in_order<T, ROWS, Product>(a, s, task, block, more ? next : block, w);
+        decode_block_invariant<T, ROWS, Product>(a, s, task, block, more ? next : block, w);
     });
   });
   _tile_release();
@@ -269,10 +270,10 @@ inline bool attend_rows_in_order(const Attention& a, const Sequence& s,
 }
 
 template <int ROWS>
-inline void attend_rows_in_order(const Attention& a, const Sequence& s,
+inline void decode_amx_invariant(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, float* memory) {
-  if (!attend_rows_in_order<ROWS, AmxHalves>(a, s, task, memory))
-    attend_rows_in_order<ROWS, AmxValueProduct>(a, s, task, memory);
+  if (!decode_amx_invariant<ROWS, AmxHalves>(a, s, task, memory))
+    decode_amx_invariant<ROWS, AmxValueProduct>(a, s, task, memory);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Many query rows on AMX: attention_tile.h's tasks, packing and order, with another inner loop.
+// Many query rows on AMX: prefill.h's tasks, packing and order, with another inner loop.
 //
 // Multiplying 32 rows by 128 keys takes the tile unit about as long as their softmax takes the
 // vector units, and the two share no ports. So the steps of one row tile's softmax alternate with
@@ -8,7 +8,7 @@
 #pragma once
 
 #include "../core/product_amx.h"
-#include "attention_tile.h"
+#include "prefill.h"
 
 namespace {
 
@@ -46,18 +46,18 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
 // Two products, one after the other, that run beside vector instructions.
 struct AmxQueue {
   AmxWork work[2];
-  int next = 2, pace = 0;
+  int next = 2, per_call = 0;
 
-  // Spreads all steps evenly over `beats` calls of `beat`.
-  PAGED_ATTN_INLINE void spread(int beats) {
+  // Spreads all steps evenly over `calls` calls of `issue`.
+  PAGED_ATTN_INLINE void spread(int calls) {
     int left = 0;
     for (int i = next; i < 2; ++i) left += work[i].left();
-    pace = (left + beats - 1) / beats;
+    per_call = (left + calls - 1) / calls;
   }
-  PAGED_ATTN_INLINE void beat() {
-    for (int i = 0; i < pace && next < 2; ++i) {
+  PAGED_ATTN_INLINE void issue() {
+    for (int i = 0; i < per_call && next < 2; ++i) {
       AmxWork& current = work[next];
-      if (i + 1 < pace && current.has_two()) {
+      if (i + 1 < per_call && current.has_two()) {
         current.take_two();
         ++i;
       } else {
@@ -117,7 +117,7 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
     sum[r] = load(l + r * W);
   }
   for (int c = begin; c < end; c += W * DEPTH) {
-    beside.beat();
+    beside.issue();
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       F p[DEPTH] = {};
@@ -143,7 +143,7 @@ struct AmxTile {
 };
 
 // Attention of all rows of a task to one packed block, while the next one is fetched.
-inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
+inline void prefill_block_amx(const Attention& a, const Sequence& s,
                                   const paged_attn::Task& task, const KeyBlock& block,
                                   const KeyBlock& next, const AmxWorkspace& w) {
   constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
@@ -258,7 +258,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
   queue.finish();
 }
 
-inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+inline void prefill_amx(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                             float* memory) {
   const int64_t rows = rows_of(a, task);
   const int64_t kv_head = kv_head_of(a, task.group_begin);
@@ -272,7 +272,7 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
   for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
                                      __attribute__((always_inline)) {
     pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys, w.values);
-    attend_block_by_tiles(a, s, task, block, next, w);
+    prefill_block_amx(a, s, task, block, next, w);
   });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r],

@@ -2,12 +2,12 @@
 // added in their order.
 #pragma once
 
-#include "rows_products.h"
+#include "decode_products.h"
 
 namespace {
 
 // Calls f(first head, number of heads, first operand, operand) for W operands of W keys, transposed
-// as attention_tile.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
+// as prefill.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
 // heads take turns.
 template <class Product, int HEADS, class T, class Function>
 PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
@@ -15,12 +15,12 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadA
   constexpr int STEP = W * Product::DEPTH;
   const T* later[HEADS];
   for (int h = 0; h < HEADS; ++h)
-    later[h] = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
+    later[h] = (const T*)ahead.advance(W * head_dim * int64_t(sizeof(T)));
   const auto turn = [&](int h, int64_t d, int n, F* keys, auto load_key)
                         __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int j = 0; j < W; ++j) {
-      ahead.ask(later[h], d * W + j * n, n);
+      ahead.prefetch(later[h], d * W + j * n, n);
       keys[j] = load_key(k[h] + offset[j] + d);
     }
     transpose(keys);

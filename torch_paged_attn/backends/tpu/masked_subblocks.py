@@ -52,10 +52,10 @@ class Pieces:
         self, first: Array, layout: LayoutMask | None, attend: Attend, place: Array, width: int
     ) -> None:
         """A piece of which every row sees every key is attended to at once; of others the halves
-        are looked at in the same way, and at last those of `edge_k` keys are masked. A bias, which
-        may hide any key, masks every piece.
+        are looked at in the same way, and at last those of `masked_step_k` keys are masked. A bias,
+        which may hide any key, masks every piece.
         """
-        tiles, edge_k = self.refs.tiles, self.options.edge_k
+        tiles, masked_step_k = self.refs.tiles, self.options.masked_step_k
         first_key = first + place * width
         is_full: Any = (tiles.full_start[self.tile] <= first_key) & (
             first_key + width <= tiles.full_stop[self.tile]
@@ -65,16 +65,18 @@ class Pieces:
 
         def attend_edge(place: Array, _: None) -> None:
             if layout is None:
-                attend(place, edge_k, layout, True)
+                attend(place, masked_step_k, layout, True)
             else:
-                pl.when(layout.bits(place, edge_k)[0])(lambda: attend(place, edge_k, layout, True))
+                pl.when(layout.bits(place, masked_step_k)[0])(
+                    lambda: attend(place, masked_step_k, layout, True)
+                )
 
         def walk_half(place: Array, _: None) -> None:
             self._walk_piece(first, layout, attend, place, width // 2)
 
         def walk_parts() -> None:
-            is_large = width > 2 * edge_k
-            part = width // 2 if is_large else edge_k
+            is_large = width > 2 * masked_step_k
+            part = width // 2 if is_large else masked_step_k
             start, stop = self._places(first_key, width, part)
             before = place * (width // part)
             body = walk_half if is_large else attend_edge

@@ -1,0 +1,164 @@
+"""Triton's launchers, called by `ReadyKernel`, hand the CUDA driver what Triton hands it.
+
+The driver is one of empty functions (benchmarks/gpu/no_gpu.py), and Triton the one that is
+installed: `make test-triton TRITON=3.9.0` runs these tests with another.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import cross_compile
+import pytest
+import torch
+import triton
+
+import torch_paged_attn
+from torch_paged_attn.backends.triton import BACKEND
+from torch_paged_attn.backends.triton.runtime import launcher
+
+# the benchmarks are scripts: they import one another as top-level modules
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+
+import no_gpu
+
+BF16 = torch.bfloat16
+
+
+def prefill(num_heads):
+    """Hopper's kernel, whose tensor maps are arguments."""
+    q = torch.zeros(512, num_heads, 128, dtype=BF16)
+    kv = torch.zeros(2, 32, 8, 16, 128, dtype=BF16)
+    cu_seqlens = torch.tensor([0, 512], dtype=torch.int32)
+    table = torch.arange(32, dtype=torch.int32).view(1, 32)
+    used = torch.tensor([512], dtype=torch.int32)
+    call = (q, *kv, cu_seqlens, None, 512, 512)
+    options = {"causal": True, "seqused_k": used, "block_table": table}
+    return functools.partial(torch_paged_attn.flash_varlen, *call, **options), (q, *kv, cu_seqlens)
+
+
+def decode():
+    """The portable kernel, whose arguments are groups with None among them."""
+    q = torch.zeros(3, 8, 128, dtype=BF16)
+    kv = torch.zeros(2, 24, 2, 16, 128, dtype=BF16)
+    cu_seqlens = torch.arange(4, dtype=torch.int32)
+    table = torch.arange(24, dtype=torch.int32).view(3, 8)
+    used = torch.full((3,), 90, dtype=torch.int32)
+    call = (q, *kv, cu_seqlens, None, 1, 128)
+    options = {"causal": True, "seqused_k": used, "block_table": table, "softmax_scale": 0.3}
+    tensors = q, *kv, cu_seqlens, table, used
+    return functools.partial(torch_paged_attn.flash_varlen, *call, **options), tensors
+
+
+def write():
+    """Numbers of several kinds, and scales."""
+    key = torch.zeros(5, 2, 128, dtype=BF16)
+    cache = torch.zeros(2, 4, 2, 16, 128, dtype=torch.float8_e4m3fn)
+    slots, scale = torch.arange(5), torch.ones(1)
+    write = functools.partial(torch_paged_attn.reshape_and_cache, key, key, cache, slots)
+    return functools.partial(write, scale, scale), (key, cache, slots, scale)
+
+
+CALLS = {
+    "prefill": lambda: prefill(32),
+    "odd group": lambda: prefill(24),
+    "decode": decode,
+    "write": write,
+}
+
+
+def named(launches, tensors):
+    """The launches, with addresses by the number of a tensor, or as other memory."""
+    numbers = {x.data_ptr(): f"tensor {i}" for i, x in enumerate(tensors)}
+
+    def name(x):
+        if isinstance(x, int):
+            return numbers.get(x, "other memory" if x >= 1 << 26 else x)
+        return x._replace(address=name(x.address))
+
+    return [x._replace(parameters=tuple(map(name, x.parameters))) for x in launches]
+
+
+def both_ways():
+    """Of each call: what the driver is handed by a kernel that is made ready, when it is started
+    again, and by Triton; and how often Triton was asked for the second of them.
+    """
+    noted = no_gpu.Launches(no_gpu.pretend())
+    from triton.runtime.jit import JITFunction
+
+    from torch_paged_attn.backends.triton.runtime import launch_cache
+
+    run, asked, found = JITFunction.run, [], {}
+
+    def counting(kernel, *args, **options):
+        asked.append(kernel.__name__)
+        return run(kernel, *args, **options)
+
+    for label, make in CALLS.items():
+        call, tensors = make()
+
+        def take(call=call, tensors=tensors):
+            call()
+            return named(noted.take(), tensors)
+
+        launch_cache.IS_KNOWN = launch_cache.HAS_KNOWN_MAPS
+        launch_cache.clear()
+        first = take()
+        JITFunction.run = counting
+        asked.clear()
+        again, count = take(), len(asked)
+        JITFunction.run = run
+        launch_cache.IS_KNOWN = False
+        launch_cache.clear()
+        found[label] = first, again, take(), count
+    return found
+
+
+@pytest.fixture(scope="module")
+def launches():
+    with cross_compile.workers(1) as pool:
+        return pool.submit(both_ways).result()
+
+
+@pytest.mark.parametrize("label", CALLS)
+def test_the_driver_is_handed_what_triton_hands_it(label, launches):
+    first, again, by_triton, asked = launches[label]
+    assert first and again == first and asked == 0
+    if label == "odd group":
+        by_triton = [as_filled(a, b) for a, b in zip(by_triton, first, strict=True)]
+    assert by_triton == first
+
+
+def as_filled(by_triton, ours):
+    """Triton's launch with our boxes, which it knows nothing of: see the next test."""
+    pairs = zip(by_triton.parameters, ours.parameters, strict=True)
+    given = tuple([a if isinstance(a, int | str) else a._replace(box=b.box) for a, b in pairs])
+    return by_triton._replace(parameters=given)
+
+
+def test_boxes_hold_the_heads_of_an_odd_group(launches):
+    (first, *_), _, (by_triton, *_), _ = launches["odd group"]
+    of_queries = [
+        (ours.box, theirs.box)
+        for ours, theirs in zip(first.parameters, by_triton.parameters, strict=True)
+        if not isinstance(ours, int | str) and ours.box != theirs.box
+    ]
+    assert of_queries
+    for ours, theirs in of_queries:
+        # columns, heads, rows: three heads a token, and Triton's box, of powers of two
+        assert ours[:3] == (theirs[0], 3, theirs[2] // 3) and theirs[1] == 1
+
+
+def test_the_installed_triton_is_known():
+    assert launcher.HAS_KNOWN_MAPS and launcher.unknown_triton() is None
+
+
+def test_another_triton_is_named(monkeypatch):
+    monkeypatch.setattr(launcher, "HAS_KNOWN_MAPS", False)
+    said = launcher.unknown_triton()
+    assert f"Triton {triton.__version__}" in said and "3.6 to 3.9" in said
+    assert said in BACKEND.notes()
+    x = torch.zeros(4, 2, 64, dtype=BF16)
+    call = x, x, x, torch.tensor([0, 4], dtype=torch.int32)
+    explained = torch_paged_attn.explain("flash_varlen", *call, target="sm90:132")
+    assert explained.paths["triton"].details["launches"] == said
