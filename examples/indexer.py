@@ -15,6 +15,7 @@ The exit status is 1 if they are not.
 
 import argparse
 import copy
+import itertools
 import sys
 import time
 
@@ -116,14 +117,14 @@ class Model(nn.Module):
 
 def batches(count, documents):
     """Packed bytes, their positions, and bounds of documents."""
-    texts = [text.encode() for _, text in sources() if len(text) > LONGEST][: count * documents]
+    data = "".join(text for _, text in itertools.islice(sources(), 40)).encode()
+    data = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
     g = torch.Generator().manual_seed(0)
-    for step in range(count):
+    for _ in range(count):
         lengths = torch.randint(20, LONGEST, (documents,), generator=g)
-        parts = [
-            torch.tensor(list(text[: int(n)]))
-            for text, n in zip(texts[step * documents :], lengths, strict=False)
-        ]
+        starts = torch.randint(len(data) - LONGEST, (documents,), generator=g)
+        ends = (starts + lengths).tolist()
+        parts = [data[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
         bounds = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32)
         positions = torch.cat([torch.arange(len(x)) for x in parts])
         yield torch.cat(parts).to(DEVICE), positions.to(DEVICE), bounds.to(DEVICE)

@@ -114,23 +114,24 @@ def test_of_packed_sequences(counts, seqs):
 
 
 def test_gradients():
-    leaves = [draw(1, 14, n, 8, seed=n).requires_grad_() for n in (4, 2, 1)]
-    q, k, v = leaves[0], leaves[1], leaves[2].expand(-1, -1, 2, -1)
-    gates = draw(3, 1, 14, 4, seed=9).requires_grad_()
-    counts = torch.full((14, 2), 2)
-    formula(q[0], k[0], v[0], gates[:, 0], counts, 5).square().sum().backward()
-    ours = [x.detach().float().requires_grad_() for x in (*leaves, gates)]
-    out = native_sparse_attention(
-        *ours[:2],
-        ours[2].expand(-1, -1, 2, -1),
-        *ours[3],
-        block_counts=2,
-        block_size=SIZE,
-        window_size=5,
-    )
-    out.square().sum().backward()
-    for x, golden in zip(ours, (*leaves, gates), strict=True):
-        torch.testing.assert_close(x.grad, golden.grad.float(), rtol=1e-4, atol=1e-5)
+    given = [*(draw(1, 14, n, 8, seed=n) for n in (4, 2, 1)), draw(3, 1, 14, 4, seed=9).sigmoid()]
+
+    def gradients(dtype, attend):
+        q, k, v, gates = leaves = [x.clone().to(dtype).requires_grad_() for x in given]
+        attend(q, k, v.expand(-1, -1, 2, -1), gates).square().sum().backward()
+        return [x.grad for x in leaves]
+
+    def ours(q, k, v, gates):
+        options = {"block_counts": 2, "block_size": SIZE, "window_size": 5}
+        return native_sparse_attention(q, k, v, *gates, **options)
+
+    def theirs(q, k, v, gates):
+        return formula(q[0], k[0], v[0], gates[:, 0], torch.full((14, 2), 2), 5)
+
+    golden = gradients(torch.float64, theirs)
+    found = gradients(torch.float32, ours), golden, gradients(torch.float32, theirs)
+    for x, precise, peer in zip(*found, strict=True):
+        assert_as_right_as(x, precise, peer)
 
 
 @pytest.mark.parametrize(
