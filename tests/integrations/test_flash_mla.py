@@ -15,6 +15,12 @@ def draw(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def lists_of(rows, count, entries, seed=0):
+    """Different numbers below `count` for each row."""
+    order = torch.rand(rows, count, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return order[:, :entries].int()
+
+
 def formula(q, caches, scale, d_v, sink, dtype):
     """q (rows, heads, d); caches: rows of keys (n, d) with lists (rows, topk), -1 for none.
 
@@ -64,7 +70,7 @@ SINKS = {
 def test_sparse_fwd(sink, counts, dtype):
     q, kv = draw(9, 4, 72, dtype=dtype), draw(50, 1, 72, seed=1, dtype=dtype)
     kv[13] = float("nan")  # no list names it
-    lists = torch.stack([torch.randperm(60)[:12] for _ in range(9)]).int()
+    lists = lists_of(9, 60, 12)
     lists[lists == 13] = -1
     lists[2], lists[5, 3] = -1, 2**31 - 1
     lengths = torch.tensor([12, 5, 3, 0, 1, 12, 7, 2, 9], dtype=torch.int32) if counts else None
@@ -79,9 +85,9 @@ def test_sparse_fwd(sink, counts, dtype):
 
 def test_sparse_fwd_has_gradients():
     q, kv = (
-        draw(*shape, dtype=torch.float32).requires_grad_() for shape in ((5, 2, 24), (9, 1, 24))
+        draw(*shape, dtype=torch.float32).requires_grad_() for shape in ((60, 2, 24), (90, 1, 24))
     )
-    lists = torch.stack([torch.randperm(9)[:4] for _ in range(5)]).int()
+    lists = lists_of(60, 90, 20)
     sink = torch.tensor([0.3, -0.2])
     out, _, lse = flash_mla.flash_mla_sparse_fwd(q, kv, lists[:, None], 0.2, 16, sink)
     (out.sum() + lse.sum()).backward()
@@ -103,8 +109,8 @@ def test_sparse_fwd_has_gradients():
 @pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS)
 def test_with_kvcache_and_indices(sink, counts, extra):
     q, cache, second = draw(2, 3, 4, 72), draw(5, 16, 1, 72, seed=1), draw(3, 4, 1, 72, seed=2)
-    lists = torch.stack([torch.randperm(90)[:12] for _ in range(6)]).int()
-    others = torch.stack([torch.randperm(12)[:5] for _ in range(6)]).int()
+    lists = lists_of(6, 90, 12)
+    others = lists_of(6, 12, 5, seed=1)
     lists[1], others[1], lists[2, 4] = -1, -1, -1
     lengths = torch.tensor([7, 12], dtype=torch.int32) if counts else None
     others_length = torch.tensor([0, 4], dtype=torch.int32) if counts else None
