@@ -79,6 +79,9 @@ def _why_left_out(config, item):
 
 
 def pytest_collection_modifyitems(config, items):
+    unlike = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unlike:  # pytest-xdist's processes would collect different tests
+        raise pytest.UsageError(f"an address is in the name of {unlike[0]}: give the case an id")
     kinds = [_why_left_out(config, item) for item in items]
     for item, kind in zip(items, kinds, strict=True):
         if kind is not None:

@@ -50,7 +50,7 @@ def off_by(call):
     return float(abs(result - (v * v.grad).sum()).detach() / abs(result).detach())
 
 
-@pytest.mark.parametrize(("call", "budget"), CASES, ids=str)
+@pytest.mark.parametrize(("call", "budget"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_the_backward_drops_what_the_forward_dropped(call, budget):
     torch._dynamo.reset()
     with config.patch(**budget):
