@@ -213,7 +213,7 @@ def main():
     )
     parser.add_argument("--quick", action="store_true", help="a few steps")
     arguments = parser.parse_args()
-    count, documents, written = (6, 4, 12) if arguments.quick else (60, 8, 64)
+    count, documents, written = (6, 4, 12) if arguments.quick else (30, 6, 64)
     torch.manual_seed(0)
     ours = Model().to(DEVICE)
     theirs = copy.deepcopy(ours)
