@@ -55,6 +55,8 @@ LEFT_OVER = {"cuda": 64, "hip": 0}
 # smaller ones that spill less, with a bias or dropout too, and in a backward.
 KNOWN = {
     ("sm90", "d128/guessed_narrow/bf16"): 192,
+    # TODO: rows of 576 numbers in tiles that fit into gfx1100's registers
+    ("gfx1100", "selected/dsa_128_heads/bf16"): 1408,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 320,

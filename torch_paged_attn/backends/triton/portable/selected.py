@@ -56,8 +56,11 @@ def choose_selected_config(
     is_wide = head_dim > WIDE
     most = 64 if itemsize < 4 and not target.is_hip else 16
     block_m = min(most, max(16, next_power_of_2(group_size)))
+    is_rdna = target.is_hip and not target.arch.startswith("gfx9")  # warps of 32, fewer registers
     if itemsize == 4:
-        return SelectedConfig(16, 16 if is_wide else 32, 4, 1)
+        return SelectedConfig(16, 16 if is_wide or is_rdna else 32, 4, 1)
+    if is_rdna:
+        return SelectedConfig(block_m, 16 if is_wide else 32, 16 if is_wide else 4, 1)
     if target.is_hip:
         return SelectedConfig(block_m, 16 if is_wide else 64, 4, 1)
     if not is_wide:
