@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import every_other
 
 from torch_paged_attn.ops.append_and_attend import MOST_TOKENS
 
@@ -74,7 +75,11 @@ OPTIONS = ("sinks", "window")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.thorough) if x in OPTIONS else x for x in CALLS]
+    "name",
+    [
+        *every_other(x for x in CALLS if x not in OPTIONS),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in OPTIONS),
+    ],
 )
 def test_it_is_the_three_operators_one_after_another(name, kernels, device):
     tensors, options = inputs(device, **CALLS[name])

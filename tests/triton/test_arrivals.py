@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from covering import every_other
 from dispatched import dispatched
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -76,7 +77,7 @@ def launcher(call, keys, warps, stages, programs=PARTS):
 
 @pytest.mark.parametrize("head_dim", [128, 80] if HAS_GPU else [48])
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
-@pytest.mark.parametrize("config", [SLOW, *CONFIGS[1:]], ids=str)
+@pytest.mark.parametrize("config", every_other((SLOW, *CONFIGS[1:])), ids=str)
 def test_many_parts(config, contexts, head_dim, device):
     call = decode(contexts, head_dim=head_dim)
     truth = call.truth()
@@ -90,7 +91,7 @@ def test_many_parts(config, contexts, head_dim, device):
 OPTIONS = [{"sinks": True}, {"window_size_left": 700}, {"dtype": torch.float32}]
 
 
-@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+@pytest.mark.parametrize("changes", every_other(OPTIONS), ids=str)
 def test_many_parts_with_options(changes, device):
     call = decode((1000, 2000), **changes)
     assert_accurate(*launcher(call.to(device), *CONFIGS[1])(), call.truth())

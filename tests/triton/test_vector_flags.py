@@ -80,7 +80,11 @@ def compile_paired(keeps_flags, by_columns):
 @pytest.mark.skipif(not cross_compile.IS_FITTED, reason="other LLVMs pair other numbers")
 @pytest.mark.parametrize(
     "keeps_flags, by_columns, mixes",
-    [(True, True, True), (False, True, False), (True, False, False)],
+    [
+        (True, True, True),
+        (False, True, False),
+        pytest.param(True, False, False, marks=pytest.mark.device_suite),
+    ],
 )
 def test_lanes_stay_apart_without_flags_or_columns(keeps_flags, by_columns, mixes, compiler):
     """Each of the two is enough."""
