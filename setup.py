@@ -65,7 +65,7 @@ def runs_here(flags: list[str], cpuinfo: str) -> bool:
 
 
 def level_of(isa: str) -> list[str]:
-    """The flag that turns optimisation off, for what nobody will run."""
+    """The flag that turns optimisation off, for kernels that this processor cannot run."""
     cpuinfo = Path("/proc/cpuinfo")
     if not IS_FOR_HERE or not cpuinfo.exists():
         return []

@@ -5,7 +5,9 @@ import torch
 import transformers
 from transformers.generation.configuration_utils import CompileConfig
 
+from torch_paged_attn.integrations import _transformers_masks as masks
 from torch_paged_attn.integrations import transformers as paged
+from torch_paged_attn.integrations._transformers_short import ShortMask, short_form
 
 SIZES = {
     "vocab_size": 97,
@@ -81,3 +83,17 @@ def generate(name, by, attn_implementation, prompts, options):
         found.append(model.generate(x, **options))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return torch.stack(found), graphs[1], graphs[2] - graphs[1]
+
+
+@pytest.mark.parametrize("largest", [1 << 28, 3 * 30 * 64 - 1])
+def test_a_large_mask_of_all_pairs_is_not_made(largest, monkeypatch):
+    """Nor is a smaller one made twice."""
+    monkeypatch.setattr(masks, "LARGEST_BESIDE", largest)
+    options = {"config": transformers.LlamaConfig(**SIZES), "device": "cpu"}
+
+    def create_masks_for_generate():  # by this name it is found
+        return masks.make_mask(3, 30, 64, **options)
+
+    mask = create_masks_for_generate()
+    assert (type(mask) is ShortMask) == (largest < 3 * 30 * 64)
+    assert mask.shape == (3, 1, 30, 64) and short_form(mask)._full is None

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from inspect import getclosurevars
@@ -123,7 +124,7 @@ def make_mask(
     mask = ShortMask.of(all_pairs, size, device, is_causal, reach, written, keys, cu_seqlens)
     if keys is not None and window is not None and mask.ranges() is None:
         return all_pairs()  # a window counts hidden keys too
-    if is_for_graph and mask.numel() <= LARGEST_BESIDE:
+    if is_for_graph and math.prod(size) <= LARGEST_BESIDE:
         return beside_all_pairs(all_pairs(), mask)
     return mask
 

@@ -55,7 +55,8 @@ def flash_mla_sparse_fwd(
         the last have gradients.
 
     Raises:
-        NotImplementedError: indexer_topk is given.
+        NotImplementedError: indexer_topk is given; or a gradient is needed with attn_sink and q of
+            16 bits, whose partial result is float32.
     """
     name = "flash_mla_sparse_fwd"
     if indexer_topk:
