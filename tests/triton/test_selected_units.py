@@ -1,0 +1,155 @@
+"""Selected units of keys on Hopper, each read once for all tokens that name it: the lists that say
+which do, how parts are added up, what the compiler makes of the kernel and, on a Hopper chip, its
+results."""
+
+import dataclasses
+
+import cross_compile
+import pytest
+import torch
+from dispatched import dispatched
+from hopper_calls import HAS_HOPPER, HOPPER
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper import selected_units
+from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
+from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
+from torch_paged_attn.backends.triton.unit_lists import (
+    BATCH,
+    COUNT,
+    FIRST,
+    HEAD,
+    IS_CUT,
+    STOP,
+    UNIT,
+    make_unit_lists,
+)
+from torch_paged_attn.ops.selected_checks import selected_keys
+from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
+
+bf16, f16 = torch.bfloat16, torch.float16
+CHUNK = ((17, 300), (40, 0), (1, 77), (0, 0), (3, -2), (70, 130))
+M3 = Selected(3, 128, "kv", own=True)
+
+PROBLEMS = {
+    p.name: p
+    for p in (
+        Problem("m3", CHUNK, 32, 2, 128, dtype=bf16, page_size=128, selected=M3),
+        Problem("m3_nhd", CHUNK, 16, 2, 128, dtype=bf16, page_size=128, cache_layout="nhd",
+                sinks=True, padding_rows=3, selected=M3),
+        Problem("small_pages", CHUNK, 32, 1, 128, dtype=f16, page_size=16,
+                selected=Selected(4, 128, "kv", holes=0.3, past=True)),
+        Problem("large_pages", CHUNK, 64, 1, 64, dtype=bf16, page_size=256,
+                selected=Selected(4, 64, "kv", counted=True, past=True)),
+        Problem("packed", CHUNK, 32, 2, 128, dtype=bf16, sinks=True,
+                selected=Selected(3, 64, "kv", own=True, past=True)),
+        Problem("packed_full", CHUNK, 8, 1, 64, 128, dtype=f16, causal=False,
+                selected=Selected("all", 128, "kv")),
+        Problem("wide_values", CHUNK, 16, 1, 128, 64, dtype=bf16, out_dtype=torch.float32,
+                selected=Selected(2, 128, "kv", own=True)),
+        Problem("slots", ((9, 247), (30, 226)), 16, 2, 64, dtype=bf16, page_size=128, causal=False,
+                selected=Selected(3, 64, "kv", slots=True)),
+        Problem("nothing", ((5, 100), (20, 20)), 16, 1, 64, dtype=bf16, page_size=64,
+                selected=Selected(3, 64, "kv", holes=1.0)),
+    )
+}  # fmt: skip
+
+
+def _call(problem: Problem, device: str = "cpu") -> AttentionCall:
+    call = build(problem).to(device)
+    args, options = dispatched(call.op, call.args)
+    return AttentionCall.selected_attention(*args, **options)
+
+
+def _new_lists(call: AttentionCall, rows: slice | None = None, most: int = 32):
+    rows = rows or slice(0, call.total_q)
+    return make_unit_lists(call, Target.of_arch("sm90", 132), rows, most, 64 // call.group_size)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_lists_name_each_seen_unit_once(name):
+    call = _call(PROBLEMS[name])
+    size, groups = call.selection.select_size, call.num_kv_heads
+    lists = _new_lists(call)
+    total = int(call.cu_seqlens_q[-1])
+    units, keys, is_seen = selected_keys(call, slice(0, total))
+    counts = is_seen.unflatten(-1, (-1, size)).any(-1)
+    assert torch.equal(lists.buckets[:total] >= 0, counts)
+    assert (lists.buckets[total:] < 0).all()
+    found = []
+    for item in lists.items[: int(lists.num_items)].tolist():
+        assert 0 <= item[COUNT] <= 32
+        entries = lists.entries[item[FIRST] : item[FIRST] + item[COUNT]].tolist()
+        found += entries
+        for entry in entries:
+            token, group, k = entry // (3 * 0 + units.shape[2] * groups), 0, entry % units.shape[2]
+            group = entry // units.shape[2] % groups
+            assert item[HEAD] == group and item[UNIT] == units[token, group, k]
+            seen = is_seen[token, group].unflatten(0, (-1, size))[k]
+            last = int(lists.last_keys[token]) - item[UNIT] * size
+            assert (
+                seen.sum() == min(last + 1, size)
+                and item[STOP] > item[UNIT] * size + seen.sum() - 1
+            )
+            assert item[IS_CUT] or seen.all()
+            if not call.is_slots:
+                assert call.cu_seqlens_q[item[BATCH]] <= token < call.cu_seqlens_q[item[BATCH] + 1]
+    assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
+
+
+def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
+    """What the kernel leaves of all entries: values by lane, lse in base two, scales."""
+    size, group_size = call.selection.select_size, call.group_size
+    entries, groups = call.selection.key_indices.shape[2], call.num_kv_heads
+    total = int(call.cu_seqlens_q[-1])
+    _, keys, is_seen = selected_keys(call, slice(0, total))
+    values = torch.full((lists.buckets.numel(), group_size, call.head_dim_v), torch.nan)
+    lse, scale = (torch.full(values.shape[:2], torch.nan) for _ in range(2))
+    for item in lists.items[: int(lists.num_items)].tolist():
+        for entry in lists.entries[item[FIRST] : item[FIRST] + item[COUNT]].tolist():
+            token, group, at = entry // (entries * groups), item[HEAD], entry % entries
+            of_unit = slice(at * size, at * size + size)
+            key, seen = keys[token, group, of_unit], is_seen[token, group, of_unit]
+            key = key[seen]
+            if call.is_paged:
+                page = key // call.page_size
+                if not call.is_slots:
+                    page = call.block_table[item[BATCH], page].long()
+                k, v = (x[page, group, key % call.page_size] for x in (call.k, call.v))
+            else:
+                bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
+                k, v = (x[bounds[item[BATCH]] + key, group] for x in (call.k, call.v))
+            q = call.q[token].unflatten(0, (groups, group_size))[group].double()
+            s = q @ k.double().T * call.scale
+            part = torch.softmax(s, -1) @ v.double()
+            scale[entry] = 2.0 ** -torch.randint(0, 3, (group_size,))
+            part = (part / scale[entry][:, None]).unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3)
+            values[entry] = part.flatten(1)
+            lse[entry] = s.logsumexp(-1) * torch.tensor(2.0).log().reciprocal()
+    return [values.half(), lse, scale]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulates the kernel, on the CPU")
+def test_parts_are_added_up(name):
+    """The results of a call, chunk by chunk, with the kernel's part of the work done by PyTorch."""
+    problem = PROBLEMS[name]
+    call = _call(problem)
+    out, lse = call.new_results()
+    count = call.selection.key_indices.shape[2]
+    chunks = (slice(0, call.total_q // 3), slice(call.total_q // 3, call.total_q))
+    for rows in chunks:
+        lists = _new_lists(call, rows)
+        of_rows = dataclasses.replace(call)
+        whole = _new_lists(call)
+        parts = _parts(call, whole)
+        first = rows.start * call.num_kv_heads * count
+        last = rows.stop * call.num_kv_heads * count
+        _combine_units_kernel[(rows.stop - rows.start, call.num_kv_heads)](
+            *(x[first:last].contiguous() for x in parts),
+            lists.buckets, out, lse, of_rows.sinks, of_rows.cu_seqlens_q,
+            rows.start, call.total_q, call.batch, count,
+            NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
+            K=next_power_of_2(count),
+        )  # fmt: skip
+    assert_accurate(out, lse, build(problem).truth())
