@@ -20,7 +20,10 @@ from torch_paged_attn.backends.triton.unit_lists import (
     FIRST,
     HEAD,
     IS_CUT,
+    ITEMS,
     STOP,
+    TILE,
+    TILES,
     UNIT,
     make_unit_lists,
 )
@@ -28,7 +31,9 @@ from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16
-CHUNK = ((17, 300), (40, 0), (1, 77), (0, 0), (3, -2), (70, 130))
+CHUNK = ((6, 300), (9, 0), (1, 77), (0, 0), (3, -2))
+# entries of a tile
+TOKENS = 2
 M3 = Selected(3, 128, "kv", own=True)
 
 PROBLEMS = {
@@ -61,40 +66,47 @@ def _call(problem: Problem, device: str = "cpu") -> AttentionCall:
     return AttentionCall.selected_attention(*args, **options)
 
 
-def _new_lists(call: AttentionCall, rows: slice | None = None, most: int = 32):
-    rows = rows or slice(0, call.total_q)
-    return make_unit_lists(call, Target.of_arch("sm90", 132), rows, most, 64 // call.group_size)
+def _new_lists(call: AttentionCall, rows: slice):
+    return make_unit_lists(call, Target.of_arch("sm90", 132), rows, TOKENS)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_lists_name_each_seen_unit_once(name):
     call = _call(PROBLEMS[name])
     size, groups = call.selection.select_size, call.num_kv_heads
-    lists = _new_lists(call)
+    lists = _new_lists(call, slice(0, call.total_q))
     total = int(call.cu_seqlens_q[-1])
-    units, keys, is_seen = selected_keys(call, slice(0, total))
-    counts = is_seen.unflatten(-1, (-1, size)).any(-1)
+    units, _, is_seen = selected_keys(call, slice(0, total))
+    is_seen = is_seen.unflatten(-1, (-1, size))
+    counts = is_seen.any(-1)
     assert torch.equal(lists.buckets[:total] >= 0, counts)
     assert (lists.buckets[total:] < 0).all()
-    found = []
-    for item in lists.items[: int(lists.num_items)].tolist():
-        assert 0 <= item[COUNT] <= 32
-        entries = lists.entries[item[FIRST] : item[FIRST] + item[COUNT]].tolist()
-        found += entries
-        for entry in entries:
-            token, group, k = entry // (3 * 0 + units.shape[2] * groups), 0, entry % units.shape[2]
-            group = entry // units.shape[2] % groups
-            assert item[HEAD] == group and item[UNIT] == units[token, group, k]
-            seen = is_seen[token, group].unflatten(0, (-1, size))[k]
-            last = int(lists.last_keys[token]) - item[UNIT] * size
-            assert (
-                seen.sum() == min(last + 1, size)
-                and item[STOP] > item[UNIT] * size + seen.sum() - 1
+    found, tiles, of_tile = [], 0, []
+    for number, item in enumerate(lists.items[: int(lists.totals[ITEMS])].tolist()):
+        assert item[COUNT] > 0 and item[TILE] == tiles
+        tiles += -(-item[COUNT] // TOKENS)
+        of_tile += [number] * (tiles - item[TILE])
+        of_item = slice(item[FIRST], item[FIRST] + item[COUNT])
+        reach, is_cut = 0, False
+        for entry, row in zip(lists.entries[of_item].tolist(), lists.rows[of_item], strict=True):
+            token, group, k = (
+                entry // (units.shape[2] * groups),
+                entry // units.shape[2] % groups,
+                entry % units.shape[2],
             )
-            assert item[IS_CUT] or seen.all()
+            assert row == token and item[HEAD] == group and item[UNIT] == units[token, group, k]
+            seen = int(is_seen[token, group, k].sum())
+            assert seen == min(int(lists.last_keys[token]) + 1 - item[UNIT] * size, size)
+            reach, is_cut = max(reach, item[UNIT] * size + seen), is_cut or seen < size
             if not call.is_slots:
                 assert call.cu_seqlens_q[item[BATCH]] <= token < call.cu_seqlens_q[item[BATCH] + 1]
+            found.append(entry)
+        assert item[STOP] == reach and item[IS_CUT] == is_cut
     assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
+    assert lists.totals[TILES] == tiles
+    if tiles:
+        firsts = [of_tile[min(tiles * p // 132, tiles - 1)] for p in range(132)]
+        assert lists.first_items.tolist() == firsts
 
 
 def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
@@ -105,7 +117,7 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
     _, keys, is_seen = selected_keys(call, slice(0, total))
     values = torch.full((lists.buckets.numel(), group_size, call.head_dim_v), torch.nan)
     lse, scale = (torch.full(values.shape[:2], torch.nan) for _ in range(2))
-    for item in lists.items[: int(lists.num_items)].tolist():
+    for item in lists.items[: int(lists.totals[ITEMS])].tolist():
         for entry in lists.entries[item[FIRST] : item[FIRST] + item[COUNT]].tolist():
             token, group, at = entry // (entries * groups), item[HEAD], entry % entries
             of_unit = slice(at * size, at * size + size)
@@ -133,23 +145,18 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulates the kernel, on the CPU")
 def test_parts_are_added_up(name):
     """The results of a call, chunk by chunk, with the kernel's part of the work done by PyTorch."""
-    problem = PROBLEMS[name]
-    call = _call(problem)
+    call = _call(PROBLEMS[name])
     out, lse = call.new_results()
-    count = call.selection.key_indices.shape[2]
-    chunks = (slice(0, call.total_q // 3), slice(call.total_q // 3, call.total_q))
-    for rows in chunks:
-        lists = _new_lists(call, rows)
-        of_rows = dataclasses.replace(call)
-        whole = _new_lists(call)
-        parts = _parts(call, whole)
-        first = rows.start * call.num_kv_heads * count
-        last = rows.stop * call.num_kv_heads * count
-        _combine_units_kernel[(rows.stop - rows.start, call.num_kv_heads)](
-            *(x[first:last].contiguous() for x in parts),
-            lists.buckets, out, lse, of_rows.sinks, of_rows.cu_seqlens_q,
-            rows.start, call.total_q, call.batch, count,
+    entries = call.selection.key_indices.shape[2]
+    of_row = call.num_kv_heads * entries
+    parts = _parts(call, _new_lists(call, slice(0, call.total_q)))
+    for rows in (slice(0, 5), slice(5, call.total_q)):
+        lists, count = _new_lists(call, rows), rows.stop - rows.start
+        _combine_units_kernel[(count, call.num_kv_heads)](
+            *(x[rows.start * of_row : rows.stop * of_row].clone() for x in parts),
+            lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
+            rows.start, call.total_q, call.batch, entries,
             NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
-            K=next_power_of_2(count),
+            K=next_power_of_2(entries), AT_ONCE=2,
         )  # fmt: skip
-    assert_accurate(out, lse, build(problem).truth())
+    assert_accurate(out, lse, build(PROBLEMS[name]).truth())

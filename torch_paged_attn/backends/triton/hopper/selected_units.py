@@ -21,7 +21,6 @@ from torch_paged_attn.backends.triton.hopper.support import (
 )
 from torch_paged_attn.backends.triton.hopper.unit_arguments import (
     BLOCK_M,
-    MOST_ENTRIES,
     UnitOptions,
     UnitPointers,
     UnitScalars,
@@ -36,8 +35,13 @@ from torch_paged_attn.backends.triton.unit_lists import UnitLists, make_unit_lis
 # heads that share a unit, keys of a unit, and widths that the kernel has tiles for
 GROUPS, UNITS, WIDTHS = (8, 16, 32, 64), (64, 128), (64, 128)
 CONSUMERS, Q_STAGES, KV_STAGES, REGISTERS = 3, 6, 2, 160
+MOST_PRODUCERS = 4
 # tokens of a unit, on average, from which on its own tile is filled well enough
 LEAST_TOKENS = 4
+# tiles of queries of a program, at least
+LEAST_TILES = 16
+# numbers of parts that a program reads at a time
+READ = 4096
 # bytes of parts: calls with more are done some tokens at a time
 MOST_BYTES = 2**30
 
@@ -86,8 +90,8 @@ def unprofitable(call: AttentionCall) -> str | None:
     named = call.total_q * selection.key_indices.shape[2]
     if named < LEAST_TOKENS * sequences * units_of(call):
         return "a unit is named by few tokens"
-    items = named * call.num_kv_heads // MOST_ENTRIES
-    if items < target_of(call.q.device).multiprocessors:
+    tiles = named * call.num_heads // BLOCK_M
+    if tiles < LEAST_TILES * target_of(call.q.device).multiprocessors:
         return "the tokens do not fill the chip"
     return None
 
@@ -107,6 +111,7 @@ def options_of(call: AttentionCall) -> UnitOptions:
         IS_SLOTS=call.is_slots,
         BOX_ROWS=min(size, call.page_size) if call.is_paged else size,
         CONSUMERS=CONSUMERS,
+        PRODUCERS=min(MOST_PRODUCERS, BLOCK_M // call.group_size),
         Q_STAGES=Q_STAGES,
         KV_STAGES=KV_STAGES,
         REGISTERS=REGISTERS,
@@ -125,7 +130,7 @@ def attend(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     step = cdiv(call.total_q, max(chunks, 1))
     for first in range(0, call.total_q, step):
         rows = slice(first, min(first + step, call.total_q))
-        lists = make_unit_lists(call, target, rows, MOST_ENTRIES, options.TOKENS)
+        lists = make_unit_lists(call, target, rows, options.TOKENS)
         _attend_rows(call, lists, options, out, lse)
 
 
@@ -150,8 +155,10 @@ def _attend_rows(
     bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
     pointers = UnitPointers(
         entries=lists.entries,
+        rows=lists.rows,
         items=lists.items,
-        num_items=lists.num_items,
+        totals=lists.totals,
+        first_items=lists.first_items,
         last_keys=lists.last_keys,
         parts=parts,
         part_lse=part_lse,
@@ -160,11 +167,9 @@ def _attend_rows(
         block_table=table,
     )
     sizes = UnitSizes(
-        first_row=lists.first_row,
         entries=groups * entries,
         num_pages=call.k.shape[0],
         stride_table=0 if table is None else table.stride(0),
-        max_pages=0 if table is None else table.shape[1],
     )
     rows: dict[str, Any] = {"rows": options.BOX_ROWS, "heads": 1}
     Launch(
@@ -191,5 +196,6 @@ def _attend_rows(
         HEADS=call.group_size,
         WIDTH=call.head_dim_v,
         K=next_power_of_2(entries),
+        AT_ONCE=max(1, min(READ // (call.group_size * call.head_dim_v), next_power_of_2(entries))),
         num_warps=4,
     )(parts, part_lse, part_scale, lists.buckets, out, lse, call.sinks, call.cu_seqlens_q)

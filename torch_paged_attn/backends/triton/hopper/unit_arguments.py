@@ -2,17 +2,18 @@
 
 from typing import Any, NamedTuple
 
-# entries of an item of work, at most; of an item, a consumer has 64 rows at a time
-MOST_ENTRIES = 256
+# rows of a tile of queries
 BLOCK_M = 64
 
 
 class UnitPointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
-    entries: Any  # these four: of `unit_lists.UnitLists`
+    entries: Any  # these six: of `unit_lists.UnitLists`
+    rows: Any
     items: Any
-    num_items: Any
+    totals: Any
+    first_items: Any
     last_keys: Any
     parts: Any  # (entries, group_size, head_dim_v) float16
     part_lse: Any  # (entries, group_size) float32, in base two
@@ -24,11 +25,9 @@ class UnitPointers(NamedTuple):
 class UnitSizes(NamedTuple):
     """Numbers that change from call to call."""
 
-    first_row: int  # the query rows that have parts are those from here on
     entries: int  # of a token: of all of its lists
     num_pages: int
     stride_table: int
-    max_pages: int
 
 
 class UnitScalars(NamedTuple):
@@ -46,11 +45,12 @@ class UnitOptions(NamedTuple):
     WIDTH: int
     WIDTH_V: int
     GROUP_SIZE: int  # query heads of a KV head: rows of a token
-    TOKENS: int  # of a consumer's 64 rows
+    TOKENS: int  # of a tile of queries
     PAGE_SIZE: int  # 0: packed keys
     IS_SLOTS: bool
     BOX_ROWS: int  # keys that are loaded at a time
     CONSUMERS: int
+    PRODUCERS: int
     Q_STAGES: int
     KV_STAGES: int
     REGISTERS: int  # of a consumer's thread

@@ -12,29 +12,37 @@ def _combine_units_kernel(
     parts_ptr, part_lse_ptr, part_scale_ptr, buckets_ptr, out_ptr, lse_ptr, sinks_ptr,
     cu_seqlens_q_ptr, first_row, total_q, batch, entries,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, which share a list of `entries`, at most K of them. Parts are as
+    """HEADS heads of one token, which share a list of `entries`, at most K of them; parts are
+    read AT_ONCE at a time. Parts are as
     `unit_kernel.py` leaves them: of 32 columns, in the order (lane, eight, pair)."""
     row, group = tl.program_id(0), tl.program_id(1)
     head = group * HEADS + tl.arange(0, HEADS)
     first = (row * tl.num_programs(1) + group) * entries
-    e = tl.arange(0, K)
-    counts = tl.load(buckets_ptr + first + e, mask=e < entries, other=-1) >= 0
-    all_parts = (first + e).to(tl.int64)[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
-    all_lse = tl.load(part_lse_ptr + all_parts, mask=counts[:, None], other=float("-inf"))
+    buckets_ptr += first
+    part_lse_ptr += tl.cast(first, tl.int64) * HEADS
+    part_scale_ptr += tl.cast(first, tl.int64) * HEADS
+    parts_ptr += tl.cast(first, tl.int64) * (HEADS * WIDTH)
+    every = tl.arange(0, K)
+    counts = tl.load(buckets_ptr + every, mask=every < entries, other=-1) >= 0
+    every = every[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
+    all_lse = tl.load(part_lse_ptr + every, mask=counts[:, None], other=float("-inf"))
     m = tl.max(all_lse, 0)
     shift = finite_or_zero(m)
     total = tl.sum(tl.exp2(all_lse - shift[None, :]), 0)
     d = tl.arange(0, WIDTH)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
-    for i in tl.range(0, entries, loop_unroll_factor=4):
-        is_part = tl.load(buckets_ptr + first + i) >= 0
-        at = tl.cast(first + i, tl.int64) * HEADS + tl.arange(0, HEADS)
-        of_part = tl.load(part_lse_ptr + at, mask=is_part, other=float("-inf"))
-        weight = tl.load(part_scale_ptr + at, mask=is_part, other=0.0)
-        weight *= tl.exp2(of_part - shift)
-        part = tl.load(parts_ptr + at[:, None] * WIDTH + d[None, :], mask=is_part, other=0.0)
-        acc += part.to(tl.float32) * weight[:, None]
+    for e0 in tl.range(0, entries, AT_ONCE):
+        e = e0 + tl.arange(0, AT_ONCE)
+        is_part = tl.load(buckets_ptr + e, mask=e < entries, other=-1) >= 0
+        at = e[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
+        part_lse = tl.load(part_lse_ptr + at, mask=is_part[:, None], other=float("-inf"))
+        weight = tl.load(part_scale_ptr + at, mask=is_part[:, None], other=0.0)
+        weight *= tl.exp2(part_lse - shift[None, :])
+        of_part = at[:, :, None] * WIDTH + d[None, None, :]
+        part = tl.load(parts_ptr + of_part, mask=is_part[:, None, None], other=0.0)
+        acc += tl.sum(part.to(tl.float32) * weight[:, :, None], 0)
     m *= 1.0 / LOG2E
     token = first_row + row
     if sinks_ptr is not None:

@@ -32,6 +32,8 @@ from torch_paged_attn.backends.triton.unit_lists import (
     IS_CUT,
     ITEM_WORDS,
     STOP,
+    TILE,
+    TILES,
     UNIT,
 )
 
@@ -53,10 +55,19 @@ def _item_word(item, params, WORD: gl.constexpr):
 
 
 @gluon.jit
-def _load_unit(
-    desc, first, unit, stop, b, head, page_rows, barrier, tile, params, OPTIONS: gl.constexpr
-):
+def _share_of_program(params):
+    """A program's first item, its first tile of queries, and one past its last one. All programs
+    have equally many."""
+    tiles = gl.load(params.pointers.totals + TILES).to(gl.int64)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    first, stop = tiles * program // programs, tiles * (program + 1) // programs
+    return gl.load(params.pointers.first_items + program), first.to(gl.int32), stop.to(gl.int32)
+
+
+@gluon.jit
+def _load_unit(desc, place, page_rows, barrier, tile, params, OPTIONS: gl.constexpr):
     """Load the keys, or values, of a unit; those from key number `stop` on become zeros."""
+    first, unit, stop, b, head = place
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     ROWS: gl.constexpr = OPTIONS.BOX_ROWS
     PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
@@ -80,55 +91,64 @@ def _load_unit(
 
 
 @gluon.jit
-def _produce(params, pipelines, OPTIONS: gl.constexpr):
-    """Load the units of a program's items, and the queries of their entries."""
-    TOKENS: gl.constexpr = OPTIONS.TOKENS
+def _tokens_of(tile, first_entry, count, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """The query rows that producer number INDEX loads of an item's tile of queries: the last ones
+    again where there are no more, which are not stored."""
+    OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
+    rows = ()
+    for i in gl.static_range(OWN):
+        place = gl.minimum(tile * OPTIONS.TOKENS + INDEX * OWN + i, count - 1)
+        row = gl.load(params.pointers.rows + first_entry + place)
+        rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
+def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Load queries of some tokens of each tile; the first producer loads units, too."""
+    OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
     pointers, scalars = params.pointers, params.scalars
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
-    num_items = gl.load(pointers.num_items)
-    item = gl.program_id(0)
+    item, first_tile, stop_tile = _share_of_program(params)
+    next_tile = first_tile
     n = 0
-    fill = 0
-    while item < num_items:
+    while next_tile < stop_tile:
         first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        unit, stop = _item_word(item, params, UNIT), _item_word(item, params, STOP)
-        b, head = _item_word(item, params, BATCH), _item_word(item, params, HEAD)
-        first = 0
-        if OPTIONS.PAGE_SIZE == 0:
-            first = gl.load(pointers.k_first + b).to(gl.int32)
-        keys.producer_acquire(n)
-        barrier = keys.full_barrier(n)
-        boxes_of_unit: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BOX_ROWS
-        bytes_of_unit: gl.constexpr = boxes_of_unit * (
-            params.k_desc.block_type.nbytes + params.v_desc.block_type.nbytes
-        )
-        mbarrier.expect(barrier, bytes_of_unit)
-        tile = keys.tile(n)
-        _load_unit(
-            params.k_desc, first, unit, stop, b, head, scalars.k_page_rows, barrier, tile, params,
-            OPTIONS,
-        )  # fmt: skip
-        tile = values.index(n % OPTIONS.KV_STAGES)
-        _load_unit(
-            params.v_desc, first, unit, stop, b, head, scalars.v_page_rows, barrier, tile, params,
-            OPTIONS,
-        )  # fmt: skip
-        for at in range(0, count, TOKENS):
-            tokens = ()
-            for i in gl.static_range(TOKENS):
-                # the last one again where there are no more: its rows are not stored
-                place = first_entry + gl.minimum(at + i, count - 1)
-                entry = gl.load(pointers.entries + place)
-                token = params.sizes.first_row + entry // params.sizes.entries
-                tokens = tokens + (token,)  # type: ignore[assignment]  # noqa: RUF005
+        head, of_item = _item_word(item, params, HEAD), _item_word(item, params, TILE)
+        end = gl.minimum((count + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS, stop_tile - of_item)
+        if INDEX == 0:
+            unit, stop = _item_word(item, params, UNIT), _item_word(item, params, STOP)
+            b = _item_word(item, params, BATCH)
+            first = 0
+            if OPTIONS.PAGE_SIZE == 0:
+                first = gl.load(pointers.k_first + b).to(gl.int32)
+            keys.producer_acquire(n)
+            barrier = keys.full_barrier(n)
+            boxes_of_unit: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BOX_ROWS
+            bytes_of_unit: gl.constexpr = boxes_of_unit * (
+                params.k_desc.block_type.nbytes + params.v_desc.block_type.nbytes
+            )
+            mbarrier.expect(barrier, bytes_of_unit)
+            place = first, unit, stop, b, head
+            tile = keys.tile(n)
+            _load_unit(params.k_desc, place, scalars.k_page_rows, barrier, tile, params, OPTIONS)
+            tile = values.index(n % OPTIONS.KV_STAGES)
+            _load_unit(params.v_desc, place, scalars.v_page_rows, barrier, tile, params, OPTIONS)
+        rows = _tokens_of(next_tile - of_item, first_entry, count, params, OPTIONS, INDEX)
+        for t in range(next_tile - of_item, end):
+            # on their way before anything waits
+            more = _tokens_of(t + 1, first_entry, count, params, OPTIONS, INDEX)
+            fill = of_item + t - first_tile
             queries.producer_acquire(fill)
             barrier = queries.full_barrier(fill)
-            mbarrier.expect(barrier, TOKENS * params.q_desc.block_type.nbytes)
-            for i in gl.static_range(TOKENS):
-                box = queries.tile(fill).slice(i, 1, dim=2)
-                load_rows(params.q_desc, tokens[i], 1, 0, head * OPTIONS.GROUP_SIZE, barrier, box)
-            fill += 1
-        item += gl.num_programs(0)
+            mbarrier.expect(barrier, OWN * params.q_desc.block_type.nbytes)
+            for i in gl.static_range(OWN):
+                box = queries.tile(fill).slice(INDEX * OWN + i, 1, dim=2)
+                head_row = head * OPTIONS.GROUP_SIZE
+                load_rows(params.q_desc, rows[i], 1, 0, head_row, barrier, box)
+            rows = more
+        next_tile = of_item + end
+        item += 1
         n += 1
 
 
@@ -166,7 +186,7 @@ def _by_lane(acc):
 
 @gluon.jit
 def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Every third tile of a program's queries, counted over all of its items."""
+    """Every third tile of a program's queries, if there are three consumers."""
     BLOCK_M: gl.constexpr = OPTIONS.TOKENS * OPTIONS.GROUP_SIZE
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -186,19 +206,22 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     none = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
     r = gl.arange(0, BLOCK_M, score_rows)
     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores)), 0)
-    num_items = gl.load(pointers.num_items)
-    item = gl.program_id(0)
+    item, first_tile, stop_tile = _share_of_program(params)
+    next_tile = first_tile
     n = 0
-    before = 0  # tiles of the items before
-    while item < num_items:
+    while next_tile < stop_tile:
         first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
         unit, is_cut = _item_word(item, params, UNIT), _item_word(item, params, IS_CUT)
-        tiles = (count + TOKENS - 1) // TOKENS
+        of_item = _item_word(item, params, TILE)
+        end = gl.minimum((count + TOKENS - 1) // TOKENS, stop_tile - of_item)
+        begin = next_tile - of_item
+        # tiles go to the consumers in turns, counted from the program's first one
+        begin += (INDEX + CONSUMERS - (next_tile - first_tile) % CONSUMERS) % CONSUMERS
         keys.consumer_wait(n)
         k = keys.tile(n).reshape([BLOCK_N, WIDTH]).permute((1, 0))
         v = values.index(n % OPTIONS.KV_STAGES).reshape([BLOCK_N, WIDTH_V])
-        for tile in range((INDEX + CONSUMERS - before % CONSUMERS) % CONSUMERS, tiles, CONSUMERS):
-            fill = before + tile
+        for tile in range(begin, end, CONSUMERS):
+            fill = of_item + tile - first_tile
             place = tile * TOKENS + r // GROUP_SIZE
             exists = place < count
             entry = gl.load(pointers.entries + first_entry + place, mask=exists, other=0)
@@ -237,15 +260,15 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             to = pointers.parts + gl.expand_dims(to, 1) + d
             gl.store(to, part, mask=gl.expand_dims(is_stored, 1))
         keys.consumer_release(n)
-        before += tiles
-        item += gl.num_programs(0)
+        next_tile = of_item + end
+        item += 1
         n += 1
 
 
 @gluon.constexpr_function
 def _registers(consumers, of_consumer):
-    """Registers of a thread, for each partition of warps but the first. The producer is one warp,
-    and three more fill up its warpgroup."""
+    """Registers of a thread, for each partition of warps but the first. Producers are a warp each;
+    there are four, or warps that do nothing fill up their warpgroup."""
     left = 512 // (consumers + 1) // 8 * 8 * (consumers + 1) - consumers * of_consumer
     return [of_consumer] * (consumers - 1) + [left] * 4
 
@@ -254,14 +277,14 @@ def _registers(consumers, of_consumer):
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     if NUMBER < OPTIONS.CONSUMERS:
         _consume(params, pipelines, OPTIONS, NUMBER)
-    elif NUMBER == OPTIONS.CONSUMERS:
-        _produce(params, pipelines, OPTIONS)
+    elif NUMBER < OPTIONS.CONSUMERS + OPTIONS.PRODUCERS:
+        _produce(params, pipelines, OPTIONS, NUMBER - OPTIONS.CONSUMERS)
 
 
 @gluon.jit(do_not_specialize=UnitSizes._fields)
 def _hopper_attention_units_kernel(
     q_desc, k_desc, v_desc, pointers,
-    first_row, entries, num_pages, stride_table, max_pages,
+    entries, num_pages, stride_table,
     scalars,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
@@ -277,11 +300,11 @@ def _hopper_attention_units_kernel(
     q_shape: gl.constexpr = boxes(OPTIONS.Q_STAGES, box)
     k_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, k_desc.block_shape, rows)
     v_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, v_desc.block_shape, rows)
-    queries = new_pipeline(dtype, q_shape, q_layout, OPTIONS.Q_STAGES, 1, 1)
+    queries = new_pipeline(dtype, q_shape, q_layout, OPTIONS.Q_STAGES, 1, OPTIONS.PRODUCERS)
     keys = new_pipeline(dtype, k_shape, k_layout, OPTIONS.KV_STAGES, CONSUMERS, 1)
     values = gl.allocate_shared_memory(dtype, v_shape, v_layout)
     pipelines = UnitPipelines(queries, keys, values)
-    sizes = UnitSizes(first_row, entries, num_pages, stride_table, max_pages)
+    sizes = UnitSizes(entries, num_pages, stride_table)
     params = UnitParams(q_desc, k_desc, v_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
