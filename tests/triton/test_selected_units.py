@@ -82,11 +82,11 @@ def test_lists_name_each_seen_unit_once(name):
     assert torch.equal(lists.buckets[:total] >= 0, counts)
     assert (lists.buckets[total:] < 0).all()
     found, tiles, of_tile = [], 0, []
-    for number, item in enumerate(lists.items[: int(lists.totals[ITEMS])].tolist()):
-        assert item[COUNT] > 0 and item[TILE] == tiles
-        tiles += -(-item[COUNT] // TOKENS)
-        of_tile += [number] * (tiles - item[TILE])
-        of_item = slice(item[FIRST], item[FIRST] + item[COUNT])
+    for number, item in enumerate(lists.items[: int(lists.totals[ITEMS.value])].tolist()):
+        assert item[COUNT.value] > 0 and item[TILE.value] == tiles
+        tiles += -(-item[COUNT.value] // TOKENS)
+        of_tile += [number] * (tiles - item[TILE.value])
+        of_item = slice(item[FIRST.value], item[FIRST.value] + item[COUNT.value])
         reach, is_cut = 0, False
         for entry, row in zip(lists.entries[of_item].tolist(), lists.rows[of_item], strict=True):
             token, group, k = (
@@ -94,16 +94,16 @@ def test_lists_name_each_seen_unit_once(name):
                 entry // units.shape[2] % groups,
                 entry % units.shape[2],
             )
-            assert row == token and item[HEAD] == group and item[UNIT] == units[token, group, k]
+            assert row == token and item[HEAD.value] == group and item[UNIT.value] == units[token, group, k]
             seen = int(is_seen[token, group, k].sum())
-            assert seen == min(int(lists.last_keys[token]) + 1 - item[UNIT] * size, size)
-            reach, is_cut = max(reach, item[UNIT] * size + seen), is_cut or seen < size
+            assert seen == min(int(lists.last_keys[token]) + 1 - item[UNIT.value] * size, size)
+            reach, is_cut = max(reach, item[UNIT.value] * size + seen), is_cut or seen < size
             if not call.is_slots:
-                assert call.cu_seqlens_q[item[BATCH]] <= token < call.cu_seqlens_q[item[BATCH] + 1]
+                assert call.cu_seqlens_q[item[BATCH.value]] <= token < call.cu_seqlens_q[item[BATCH.value] + 1]
             found.append(entry)
-        assert item[STOP] == reach and item[IS_CUT] == is_cut
+        assert item[STOP.value] == reach and item[IS_CUT.value] == is_cut
     assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
-    assert lists.totals[TILES] == tiles
+    assert lists.totals[TILES.value] == tiles
     if tiles:
         firsts = [of_tile[min(tiles * p // 132, tiles - 1)] for p in range(132)]
         assert lists.first_items.tolist() == firsts
@@ -117,20 +117,20 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
     _, keys, is_seen = selected_keys(call, slice(0, total))
     values = torch.full((lists.buckets.numel(), group_size, call.head_dim_v), torch.nan)
     lse, scale = (torch.full(values.shape[:2], torch.nan) for _ in range(2))
-    for item in lists.items[: int(lists.totals[ITEMS])].tolist():
-        for entry in lists.entries[item[FIRST] : item[FIRST] + item[COUNT]].tolist():
-            token, group, at = entry // (entries * groups), item[HEAD], entry % entries
+    for item in lists.items[: int(lists.totals[ITEMS.value])].tolist():
+        for entry in lists.entries[item[FIRST.value] : item[FIRST.value] + item[COUNT.value]].tolist():
+            token, group, at = entry // (entries * groups), item[HEAD.value], entry % entries
             of_unit = slice(at * size, at * size + size)
             key, seen = keys[token, group, of_unit], is_seen[token, group, of_unit]
             key = key[seen]
             if call.is_paged:
                 page = key // call.page_size
                 if not call.is_slots:
-                    page = call.block_table[item[BATCH], page].long()
+                    page = call.block_table[item[BATCH.value], page].long()
                 k, v = (x[page, group, key % call.page_size] for x in (call.k, call.v))
             else:
                 bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
-                k, v = (x[bounds[item[BATCH]] + key, group] for x in (call.k, call.v))
+                k, v = (x[bounds[item[BATCH.value]] + key, group] for x in (call.k, call.v))
             q = call.q[token].unflatten(0, (groups, group_size))[group].double()
             s = q @ k.double().T * call.scale
             part = torch.softmax(s, -1) @ v.double()
