@@ -3,30 +3,17 @@ which do, how parts are added up, what the compiler makes of the kernel and, on 
 results."""
 
 import dataclasses
+from typing import NamedTuple
 
-import cross_compile
 import pytest
 import torch
-from dispatched import dispatched
-from hopper_calls import HAS_HOPPER, HOPPER
+from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
-from torch_paged_attn.backends.triton.unit_lists import (
-    BATCH,
-    COUNT,
-    FIRST,
-    HEAD,
-    IS_CUT,
-    ITEMS,
-    STOP,
-    TILE,
-    TILES,
-    UNIT,
-    make_unit_lists,
-)
+from torch_paged_attn.backends.triton.unit_lists import ITEMS, TILES, UnitLists, make_unit_lists
 from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
 
@@ -60,19 +47,30 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-def _call(problem: Problem, device: str = "cpu") -> AttentionCall:
-    call = build(problem).to(device)
-    args, options = dispatched(call.op, call.args)
-    return AttentionCall.selected_attention(*args, **options)
-
-
 def _new_lists(call: AttentionCall, rows: slice):
-    return make_unit_lists(call, Target.of_arch("sm90", 132), rows, TOKENS)
+    return make_unit_lists(call, HOPPER, rows, TOKENS)
+
+
+class Item(NamedTuple):
+    """The words of an item."""
+
+    first: int
+    count: int
+    unit: int
+    batch: int
+    head: int
+    stop: int
+    is_cut: int
+    tile: int
+
+
+def _items(lists: UnitLists) -> list[Item]:
+    return [Item(*words) for words in lists.items[: int(lists.totals[ITEMS.value])].tolist()]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_lists_name_each_seen_unit_once(name):
-    call = _call(PROBLEMS[name])
+    call = hopper_call(PROBLEMS[name])
     size, groups = call.selection.select_size, call.num_kv_heads
     lists = _new_lists(call, slice(0, call.total_q))
     total = int(call.cu_seqlens_q[-1])
@@ -82,11 +80,11 @@ def test_lists_name_each_seen_unit_once(name):
     assert torch.equal(lists.buckets[:total] >= 0, counts)
     assert (lists.buckets[total:] < 0).all()
     found, tiles, of_tile = [], 0, []
-    for number, item in enumerate(lists.items[: int(lists.totals[ITEMS.value])].tolist()):
-        assert item[COUNT.value] > 0 and item[TILE.value] == tiles
-        tiles += -(-item[COUNT.value] // TOKENS)
-        of_tile += [number] * (tiles - item[TILE.value])
-        of_item = slice(item[FIRST.value], item[FIRST.value] + item[COUNT.value])
+    for number, item in enumerate(_items(lists)):
+        assert item.count > 0 and item.tile == tiles
+        tiles += -(-item.count // TOKENS)
+        of_tile += [number] * (tiles - item.tile)
+        of_item = slice(item.first, item.first + item.count)
         reach, is_cut = 0, False
         for entry, row in zip(lists.entries[of_item].tolist(), lists.rows[of_item], strict=True):
             token, group, k = (
@@ -94,14 +92,14 @@ def test_lists_name_each_seen_unit_once(name):
                 entry // units.shape[2] % groups,
                 entry % units.shape[2],
             )
-            assert row == token and item[HEAD.value] == group and item[UNIT.value] == units[token, group, k]
+            assert row == token and item.head == group and item.unit == units[token, group, k]
             seen = int(is_seen[token, group, k].sum())
-            assert seen == min(int(lists.last_keys[token]) + 1 - item[UNIT.value] * size, size)
-            reach, is_cut = max(reach, item[UNIT.value] * size + seen), is_cut or seen < size
+            assert seen == min(int(lists.last_keys[token]) + 1 - item.unit * size, size)
+            reach, is_cut = max(reach, item.unit * size + seen), is_cut or seen < size
             if not call.is_slots:
-                assert call.cu_seqlens_q[item[BATCH.value]] <= token < call.cu_seqlens_q[item[BATCH.value] + 1]
+                assert call.cu_seqlens_q[item.batch] <= token < call.cu_seqlens_q[item.batch + 1]
             found.append(entry)
-        assert item[STOP.value] == reach and item[IS_CUT.value] == is_cut
+        assert item.stop == reach and item.is_cut == is_cut
     assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
     assert lists.totals[TILES.value] == tiles
     if tiles:
@@ -117,20 +115,20 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
     _, keys, is_seen = selected_keys(call, slice(0, total))
     values = torch.full((lists.buckets.numel(), group_size, call.head_dim_v), torch.nan)
     lse, scale = (torch.full(values.shape[:2], torch.nan) for _ in range(2))
-    for item in lists.items[: int(lists.totals[ITEMS.value])].tolist():
-        for entry in lists.entries[item[FIRST.value] : item[FIRST.value] + item[COUNT.value]].tolist():
-            token, group, at = entry // (entries * groups), item[HEAD.value], entry % entries
+    for item in _items(lists):
+        for entry in lists.entries[item.first : item.first + item.count].tolist():
+            token, group, at = entry // (entries * groups), item.head, entry % entries
             of_unit = slice(at * size, at * size + size)
             key, seen = keys[token, group, of_unit], is_seen[token, group, of_unit]
             key = key[seen]
             if call.is_paged:
                 page = key // call.page_size
                 if not call.is_slots:
-                    page = call.block_table[item[BATCH.value], page].long()
+                    page = call.block_table[item.batch, page].long()
                 k, v = (x[page, group, key % call.page_size] for x in (call.k, call.v))
             else:
                 bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
-                k, v = (x[bounds[item[BATCH.value]] + key, group] for x in (call.k, call.v))
+                k, v = (x[bounds[item.batch] + key, group] for x in (call.k, call.v))
             q = call.q[token].unflatten(0, (groups, group_size))[group].double()
             s = q @ k.double().T * call.scale
             part = torch.softmax(s, -1) @ v.double()
@@ -144,8 +142,8 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulates the kernel, on the CPU")
 def test_parts_are_added_up(name):
-    """The results of a call, chunk by chunk, with the kernel's part of the work done by PyTorch."""
-    call = _call(PROBLEMS[name])
+    """The results of a call, some rows at a time, with the kernel's part done by PyTorch."""
+    call = hopper_call(PROBLEMS[name])
     out, lse = call.new_results()
     entries = call.selection.key_indices.shape[2]
     of_row = call.num_kv_heads * entries
@@ -160,3 +158,34 @@ def test_parts_are_added_up(name):
             K=next_power_of_2(entries), AT_ONCE=2,
         )  # fmt: skip
     assert_accurate(out, lse, build(PROBLEMS[name]).truth())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper chip")
+def test_results(name, monkeypatch):
+    """In one piece and, the same bits, some rows at a time."""
+    monkeypatch.setattr(selected_units, "unprofitable", lambda call: None)
+    assert selected_units.unsupported(hopper_call(PROBLEMS[name], "cuda")) is None
+    call = build(PROBLEMS[name])
+    out, lse = call.to("cuda").run()
+    assert_accurate(out.cpu(), lse.cpu(), call.truth())
+    monkeypatch.setattr(selected_units, "MOST_BYTES", 2**16)
+    again = call.to("cuda").run()
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+def test_many_tokens_of_few_units_take_this_kernel():
+    """By shapes alone, and only on Hopper."""
+
+    def reason(arch: str, **changes) -> str | None:
+        problem = dataclasses.replace(PROBLEMS["m3"], **{"seqs": ((1500, 100),)} | changes)
+        with assume(Target.of_arch(arch, 132)):
+            call = hopper_call(problem)
+            return selected_units.unsupported(call) or selected_units.unprofitable(call)
+
+    assert reason("sm90") is None
+    assert "Hopper" in reason("sm80")
+    assert "other sequences" in reason("sm90", batch_invariant=True)
+    assert "softcap" in reason("sm90", softcap=5.0)
+    assert "few tokens" in reason("sm90", seqs=((30, 9000),))
+    assert "fill the chip" in reason("sm90", seqs=((90, 100),))

@@ -8,7 +8,7 @@ a thread's own numbers.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.named import named, type_of
+from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.selected_keys import (
     find_token,
