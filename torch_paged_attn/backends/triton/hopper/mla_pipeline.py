@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.hopper.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
 
 # rows of a tile of queries; keys of a block; columns of a quarter; columns that are no values
 ROWS, KEYS, HALF, ROPE = (gl.constexpr(i) for i in (64, 64, 256, 64))
@@ -141,6 +142,34 @@ class Exchange:
         return self.rows.index(3 * WARPGROUP + KIND)
 
 
+@aggregate
+class SeenKeys:
+    """Which keys of the blocks of a pair are seen, where lists name them. The room of block W is
+    written anew when quarter 2 W is."""
+
+    biases: gl.shared_memory_descriptor  # (2, KEYS) float32: 0, or -inf for keys not seen
+    full: gl.shared_memory_descriptor  # a barrier for each block
+
+    @gluon.constexpr_function
+    def __init__(self, biases, full):
+        self.biases = biases
+        self.full = full
+
+    @gluon.jit
+    def put(self, is_seen, BLOCK: gl.constexpr):
+        """Write, as the producer, which keys of a block are seen."""
+        self.biases.index(BLOCK).store(gl.where(is_seen, 0.0, -float("inf")))
+        thread_barrier()  # the thread that arrives has not written all of these
+        mbarrier.arrive(self.full.index(BLOCK), count=1)
+
+    @gluon.jit
+    def hide(self, s, n, BLOCK: gl.constexpr):
+        """Scores of a block of pair n; -inf where a key is not seen."""
+        mbarrier.wait(self.full.index(BLOCK), n & 1)
+        bias = self.biases.index(BLOCK).load(gl.SliceLayout(0, s.type.layout))
+        return s + gl.expand_dims(bias, 0)
+
+
 class LatentPipelines(NamedTuple):
     """All of these, and the words about each tile (`work_info.py`)."""
 
@@ -148,6 +177,7 @@ class LatentPipelines(NamedTuple):
     k: Any
     exchange: Any
     work_info: Any
+    seen: Any = None
 
 
 @gluon.jit
@@ -170,7 +200,9 @@ def new_keys(desc, rope_desc, OPTIONS: gl.constexpr):
     rest: gl.constexpr = [2, 1, 1, KEYS, 1, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     ropes = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
-    full, empty = new_barriers(QUARTERS * COLUMN_BOXES, 1), new_barriers(QUARTERS, 1)
+    # of keys that threads copy, each of the producer's threads says when its share has arrived
+    ARRIVALS: gl.constexpr = 128 if OPTIONS.OF_LISTS else 1
+    full, empty = new_barriers(QUARTERS * COLUMN_BOXES, ARRIVALS), new_barriers(QUARTERS, 1)
     return LatentKeys(halves, ropes, full, empty, COLUMN_BOXES)
 
 
@@ -180,3 +212,11 @@ def new_exchange():
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = gl.allocate_shared_memory(gl.float32, [6, ROWS], layout)
     return Exchange(rows, new_barriers(2, 1), new_barriers(2, 1))
+
+
+@gluon.jit
+def new_seen_keys():
+    """Room for which keys of a pair of blocks are seen."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    biases = gl.allocate_shared_memory(gl.float32, [2, KEYS], layout)
+    return SeenKeys(biases, new_barriers(2, 1))

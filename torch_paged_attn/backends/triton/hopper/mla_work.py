@@ -50,11 +50,14 @@ def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     """
     room = target_of(call.q.device).multiprocessors * options.PROGRAMS
     groups = max(room // options.HEAD_TILES, 1)
-    tiles = tiles_of(call, options)
+    return even_groups(tiles_of(call, options), groups) * options.HEAD_TILES
+
+
+def even_groups(tiles: int, groups: int) -> int:
+    """So many groups of programs or a few less, if then tiles of equal length are each done by one
+    group, or cut in parts of equal length."""
     even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
-    if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
-        even = groups
-    return even * options.HEAD_TILES
+    return even if even * LEAST_BUSY >= groups * (LEAST_BUSY - 1) else groups
 
 
 def shares_of_combine(
