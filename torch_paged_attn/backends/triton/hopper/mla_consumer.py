@@ -245,6 +245,17 @@ def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
 
 
 @gluon.jit
+def _add_sink(reference, total, head, has_sink, params):
+    """References, in base e, and sums of weights of rows with their sinks, if a call has any, and
+    factors of the rows' sums of values."""
+    gain = 1.0
+    if params.pointers.sinks is not None:
+        sink = gl.load(params.pointers.sinks + head, mask=has_sink, other=-float("inf"))
+        reference, total, gain = with_sink(reference, total, sink)
+    return reference, total, gain
+
+
+@gluon.jit
 def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """As consumer W, compute columns W * HALF to (W + 1) * HALF of every tile of queries."""
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
@@ -289,11 +300,9 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         reference = m_i * LN2
         gain = 1.0
         if OPTIONS.OF_LISTS:
-            if params.pointers.sinks is not None:
-                # of several parts of a tile, none gets the sink; rows past all sequences have none
-                has_sink = exists & (part < 0) & (work_info.get(tile, BATCH) < params.sizes.batch)
-                sink = gl.load(params.pointers.sinks + head, mask=has_sink, other=-float("inf"))
-                reference, total, gain = with_sink(reference, total, sink)
+            # of several parts of a tile, none gets the sink
+            has_sink = exists & (part < 0) & (work_info.get(tile, BATCH) < params.sizes.batch)
+            reference, total, gain = _add_sink(reference, total, head, has_sink, params)
         if part >= 0:
             _store_part(acc, m_i, total, part, exists, params, W)
         else:

@@ -1,5 +1,5 @@
-"""Lists of latent keys on Hopper, in Gluon: the consumers of `mla_kernel.py` with a producer of four
-warps, which copies the rows that the lists name.
+"""Lists of latent keys on Hopper, in Gluon: the consumers of `mla_kernel.py`, and a producer of
+four warps, which copies the rows that the lists name.
 """
 
 from triton.experimental import gluon
