@@ -244,6 +244,31 @@ def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
         gl.store(references + part * (2 * ROWS) + ROWS + r, total)
 
 
+@gluon.constexpr_function
+def _stored_layout():
+    """Of this consumer's (ROWS, HALF) results: a thread's rows are those of its products, of which
+    it stores 16 bytes at a time."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+
+
+@gluon.jit
+def _store_rows(x, token, first_head, params, W: gl.constexpr):
+    """Store this consumer's columns of heads of a token."""
+    layout: gl.constexpr = _stored_layout()
+    x = gl.convert_layout(x, layout)
+    head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    row = (token.to(gl.int64) * params.scalars.num_heads + head) * (2 * HALF)
+    to = params.pointers.out + gl.expand_dims(row, 1) + gl.expand_dims(column, 0)
+    gl.store(to, x, mask=gl.expand_dims(head < params.scalars.num_heads, 1))
+
+
 @gluon.jit
 def _add_sink(reference, total, head, has_sink, params):
     """References, in base e, and sums of weights of rows with their sinks, if a call has any, and
@@ -289,6 +314,8 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             n, m_i, l_i, acc = _second_blocks(
                 n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
             )
+        if OPTIONS.OF_LISTS:
+            pipelines.q.release()  # the next ones arrive while the result is stored
         total = _all_sums(l_i, tile, m_i, pipelines.exchange, W)
         q_start = work_info.get(tile, Q_START)
         stop_token = work_info.get(tile, STOP_TOKEN)
@@ -309,15 +336,21 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             if W == 0:
                 row = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q
                 gl.store(row + q_start + token, reference + gl.log2(total) * LN2, mask=exists)
-            # the result takes the place of the queries, which no warp reads any more
-            out = pipelines.q.half(n, W)
             share = gl.where(total > 0.0, gain / total, 0.0)
-            out.store(scale_rows(acc, share).to(out.dtype))
-            fence_async_shared()
-            box = pipelines.q.halves.index(W)
-            store_rows(params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF)
-            tma.store_wait(0)
-        pipelines.q.release()
+            result_rows = scale_rows(acc, share).to(pipelines.k.halves.dtype)
+            if OPTIONS.OF_LISTS:
+                _store_rows(result_rows, q_start, first_head, params, W)
+            else:
+                # the result takes the place of the queries, which no warp reads any more
+                pipelines.q.half(n, W).store(result_rows)
+                fence_async_shared()
+                box = pipelines.q.halves.index(W)
+                store_rows(
+                    params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF
+                )
+                tma.store_wait(0)
+        if not OPTIONS.OF_LISTS:
+            pipelines.q.release()
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, NUM_KV_TILES)

@@ -147,27 +147,35 @@ class SeenKeys:
     """Which keys of the blocks of a pair are seen, where lists name them. The room of block W is
     written anew when quarter 2 W is."""
 
-    biases: gl.shared_memory_descriptor  # (2, KEYS) float32: 0, or -inf for keys not seen
+    limits: gl.shared_memory_descriptor  # of scores, (2, KEYS) float32: -inf for keys not seen
+    whole: gl.shared_memory_descriptor  # (2, 4): whether all keys are seen that a warp copies
     full: gl.shared_memory_descriptor  # a barrier for each block
 
     @gluon.constexpr_function
-    def __init__(self, biases, full):
-        self.biases = biases
+    def __init__(self, limits, whole, full):
+        self.limits = limits
+        self.whole = whole
         self.full = full
 
     @gluon.jit
     def put(self, is_seen, BLOCK: gl.constexpr):
-        """Write, as the producer, which keys of a block are seen."""
-        self.biases.index(BLOCK).store(gl.where(is_seen, 0.0, -float("inf")))
+        """Write, as the producer, which keys of a block are seen. Warp w copies rows 16 i + 4 w + j
+        for each i, j < 4."""
+        self.limits.index(BLOCK).store(gl.where(is_seen, float("inf"), -float("inf")))
+        of_warp = gl.reshape(is_seen.to(gl.int32), [4, 4, 4])
+        self.whole.index(BLOCK).store(gl.min(gl.min(of_warp, 0), 1))
         thread_barrier()  # the thread that arrives has not written all of these
         mbarrier.arrive(self.full.index(BLOCK), count=1)
 
     @gluon.jit
     def hide(self, s, n, BLOCK: gl.constexpr):
-        """Scores of a block of pair n; -inf where a key is not seen."""
+        """Scores of a block of pair n; -inf where a key is not seen, also in place of NaN."""
+        four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
         mbarrier.wait(self.full.index(BLOCK), n & 1)
-        bias = self.biases.index(BLOCK).load(gl.SliceLayout(0, s.type.layout))
-        return s + gl.expand_dims(bias, 0)
+        if gl.min(self.whole.index(BLOCK).load(four), 0) == 0:
+            limit = self.limits.index(BLOCK).load(gl.SliceLayout(0, s.type.layout))
+            s = gl.minimum(s, gl.expand_dims(limit, 0))
+        return s
 
 
 class LatentPipelines(NamedTuple):
@@ -218,5 +226,6 @@ def new_exchange():
 def new_seen_keys():
     """Room for which keys of a pair of blocks are seen."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    biases = gl.allocate_shared_memory(gl.float32, [2, KEYS], layout)
-    return SeenKeys(biases, new_barriers(2, 1))
+    limits = gl.allocate_shared_memory(gl.float32, [2, KEYS], layout)
+    whole = gl.allocate_shared_memory(gl.int32, [2, 4], layout)
+    return SeenKeys(limits, whole, new_barriers(2, 1))

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.mla import HALF, ROPE
-from torch_paged_attn.backends.triton.hopper.mla_work import HEAD_DIM, HEAD_DIM_V, even_groups
+from torch_paged_attn.backends.triton.hopper.mla_work import (
+    HEAD_DIM,
+    HEAD_DIM_V,
+    even_groups,
+    shares_of,
+)
 from torch_paged_attn.backends.triton.hopper.selected_arguments import (
     ListOptions,
     ListPointers,
@@ -31,7 +36,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 
 # registers of a consumer's thread, and column boxes in which half of a block's columns arrive
-REGISTERS = 208
+REGISTERS = 216
 COLUMN_BOXES = 2
 
 # keys of a pair of blocks, and elements of the pieces that a thread copies
@@ -39,9 +44,6 @@ PAIR, PIECE = 128, 8
 
 # with so many tokens to each group of programs, tokens are not shared
 MANY_TOKENS = 16
-
-# what a program of the second kernel adds up: heads, parts at a time, columns
-SHARES = 1, 4, 512
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -175,16 +177,17 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         parts = Allocation((elements,), torch.float32, q.device)()
     sizes = sizes_of(call, units, pairs)
     latents = q if call.q_latent is None else call.q_latent
-    boxes = (latents, HALF), (q, ROPE), (out, HALF)
+    boxes = (latents, HALF), (q, ROPE)
     maps = [ragged_rows(x, 1, BLOCK_M, width).at(x.data_ptr()) for x, width in boxes]
     pointers = ListPointers(
+        out=out,
         lse=lse,
         parts=parts,
         latents=call.v,
         ropes=call.k[..., options.ROPE_COLUMN :] if options.HAS_ROPE else None,
         key_indices=selection.key_indices,
         num_selected=selection.num_selected,
-        **{name: getattr(call, name) for name in ListPointers._fields[6:]},
+        **{name: getattr(call, name) for name in ListPointers._fields[7:]},
     )
     Launch(
         _hopper_selected_fwd_kernel,
@@ -196,15 +199,19 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         launch_pdl=True,
     )(*maps, pointers)
     if units > 1:
-        heads, _, columns = SHARES
+        shares = shares_of(groups // call.total_q, call.total_q * call.num_heads)
         Launch(
             _hopper_selected_combine_kernel,
-            (groups - 1, cdiv(call.num_heads, heads), HEAD_DIM_V // columns),
+            (
+                min(call.total_q, groups - 1),
+                cdiv(call.num_heads, shares[0]),
+                HEAD_DIM_V // shares[2],
+            ),
             **sizes._asdict(),
             num_heads=call.num_heads,
             programs=programs,
             OPTIONS=options,
-            SHARES=SHARES,
+            SHARES=shares,
             num_warps=4,
             **dependent_launch(target_of(q.device).overlaps_launches),
         )(out, pointers)

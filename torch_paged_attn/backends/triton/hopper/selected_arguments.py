@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 class ListPointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
+    out: Any  # (total_q, num_heads, 512), contiguous
     lse: Any  # (num_heads, total_q) float32
     parts: Any  # workspace, as `mla_combine.py` describes it
     latents: Any  # the values, which are the first 512 columns of the keys
@@ -77,7 +78,6 @@ class ListParams(NamedTuple):
 
     q_desc: Any
     q_rope_desc: Any
-    out_desc: Any
     pointers: ListPointers
     sizes: ListSizes
     scalars: ListScalars

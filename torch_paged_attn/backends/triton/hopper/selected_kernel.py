@@ -37,7 +37,7 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
 
 @gluon.jit(do_not_specialize=ListSizes._fields)
 def _hopper_selected_fwd_kernel(
-    q_desc, q_rope_desc, out_desc, pointers,
+    q_desc, q_rope_desc, pointers,
     total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
     stride_table, units, unit_pairs,
     scalars,
@@ -47,12 +47,12 @@ def _hopper_selected_fwd_kernel(
     kernel anew for the divisors of a number in a tuple."""
     queries = new_queries(q_desc, q_rope_desc, OPTIONS)
     keys = new_keys(q_desc, q_rope_desc, OPTIONS)
-    pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1), new_seen_keys())
+    pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(2), new_seen_keys())
     sizes = ListSizes(
         total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
         stride_table, units, unit_pairs,
     )  # fmt: skip
-    params = ListParams(q_desc, q_rope_desc, out_desc, pointers, sizes, scalars)
+    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
         [(_run_partition, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2)],

@@ -291,9 +291,8 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
         part = gl.where(units == sizes.units, -1, part)
         key = _entries_of(entry, listed, params)
         rows = _rows_of(key, listed, params, OPTIONS)
-        if tile == 0:
-            _load_queries(tile, token, head, part, pairs, sequence.b, params, pipelines, OPTIONS)
-        for i in range(pairs):
+        _load_queries(tile, token, head, part, pairs, sequence.b, params, pipelines, OPTIONS)
+        for _ in range(pairs):
             key = _entries_of(entry + KEYS, listed, params)
             _copy_block(n, rows, params, pipelines, OPTIONS, 0)
             rows = _rows_of(key, listed, params, OPTIONS)
@@ -301,11 +300,6 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
             key = _entries_of(entry, listed, params)
             _copy_block(n, rows, params, pipelines, OPTIONS, 1)
             rows = _rows_of(key, listed, params, OPTIONS)
-            # after the first keys: until the queries of the tile before are released, these arrive
-            if (i == 0) & (tile > 0):
-                _load_queries(
-                    tile, token, head, part, pairs, sequence.b, params, pipelines, OPTIONS
-                )
             n += 1
         left -= units
         token += 1
