@@ -270,7 +270,7 @@ def _store_rows(x, token, first_head, params, W: gl.constexpr):
 
 
 @gluon.jit
-def _add_sink(reference, total, head, has_sink, params):
+def add_sink(reference, total, head, has_sink, params):
     """References, in base e, and sums of weights of rows with their sinks, if a call has any, and
     factors of the rows' sums of values."""
     gain = 1.0
@@ -329,7 +329,7 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         if OPTIONS.OF_LISTS:
             # of several parts of a tile, none gets the sink
             has_sink = exists & (part < 0) & (work_info.get(tile, BATCH) < params.sizes.batch)
-            reference, total, gain = _add_sink(reference, total, head, has_sink, params)
+            reference, total, gain = add_sink(reference, total, head, has_sink, params)
         if part >= 0:
             _store_part(acc, m_i, total, part, exists, params, W)
         else:

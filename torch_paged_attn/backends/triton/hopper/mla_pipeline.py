@@ -168,13 +168,14 @@ class SeenKeys:
         mbarrier.arrive(self.full.index(BLOCK), count=1)
 
     @gluon.jit
-    def hide(self, s, n, BLOCK: gl.constexpr):
-        """Scores of a block of pair n; -inf where a key is not seen, also in place of NaN."""
+    def hide(self, s, n, BLOCK: gl.constexpr, OF_HEADS: gl.constexpr = 0):
+        """Scores of a block of pair n; -inf where a key is not seen, also in place of NaN. Axis
+        OF_HEADS has the heads."""
         four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
         mbarrier.wait(self.full.index(BLOCK), n & 1)
         if gl.min(self.whole.index(BLOCK).load(four), 0) == 0:
-            limit = self.limits.index(BLOCK).load(gl.SliceLayout(0, s.type.layout))
-            s = gl.minimum(s, gl.expand_dims(limit, 0))
+            limit = self.limits.index(BLOCK).load(gl.SliceLayout(OF_HEADS, s.type.layout))
+            s = gl.minimum(s, gl.expand_dims(limit, OF_HEADS))
         return s
 
 
@@ -189,7 +190,7 @@ class LatentPipelines(NamedTuple):
 
 
 @gluon.jit
-def new_queries(desc, rope_desc, OPTIONS: gl.constexpr):
+def new_queries(desc, rope_desc, OPTIONS: gl.constexpr, CONSUMERS: gl.constexpr = 2):
     """Room for a tile of queries."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
@@ -197,7 +198,7 @@ def new_queries(desc, rope_desc, OPTIONS: gl.constexpr):
     rest: gl.constexpr = [1, 1, 1, TOKENS, HEADS, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     rope = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
-    return LatentQueries(halves, rope, new_barriers(1, 1), new_barriers(1, 2))
+    return LatentQueries(halves, rope, new_barriers(1, 1), new_barriers(1, CONSUMERS))
 
 
 @gluon.jit

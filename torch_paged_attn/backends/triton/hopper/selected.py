@@ -39,6 +39,9 @@ from torch_paged_attn.backends.triton.softmax import LOG2E
 REGISTERS = 216
 COLUMN_BOXES = 2
 
+# a tile has this many heads, or BLOCK_M for more (`selected_few_heads.py`)
+FEW_HEADS = 16
+
 # keys of a pair of blocks, and elements of the pieces that a thread copies
 PAIR, PIECE = 128, 8
 
@@ -94,8 +97,9 @@ def unprofitable(call: AttentionCall) -> str | None:
 def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
+    heads = BLOCK_M if call.num_heads > FEW_HEADS else FEW_HEADS
     return ListOptions(
-        HEAD_TILES=cdiv(call.num_heads, BLOCK_M),
+        HEAD_TILES=cdiv(call.num_heads, heads),
         PAGE_SIZE=call.page_size,
         IS_SLOTS=call.is_slots,
         HAS_LEFT=is_bound(call.window_size_left),
@@ -105,6 +109,8 @@ def options_of(call: AttentionCall) -> ListOptions:
         ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
         REGISTERS=REGISTERS,
         COLUMN_BOXES=COLUMN_BOXES,
+        PACKED_HEADS=heads,
+        ROWS=heads,
     )
 
 
@@ -162,6 +168,9 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     from torch_paged_attn.backends.triton.hopper.selected_combine import (
         _hopper_selected_combine_kernel,
     )
+    from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
+        _hopper_selected_few_heads_kernel,
+    )
     from torch_paged_attn.backends.triton.hopper.selected_kernel import _hopper_selected_fwd_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
@@ -173,12 +182,12 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     programs = groups * options.HEAD_TILES
     parts = lse  # of the same type, and not written
     if units > 1:
-        elements = 2 * programs * BLOCK_M * (HEAD_DIM_V + 2)
+        elements = 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
         parts = Allocation((elements,), torch.float32, q.device)()
     sizes = sizes_of(call, units, pairs)
     latents = q if call.q_latent is None else call.q_latent
     boxes = (latents, HALF), (q, ROPE)
-    maps = [ragged_rows(x, 1, BLOCK_M, width).at(x.data_ptr()) for x, width in boxes]
+    maps = [ragged_rows(x, 1, options.PACKED_HEADS, width).at(x.data_ptr()) for x, width in boxes]
     pointers = ListPointers(
         out=out,
         lse=lse,
@@ -189,8 +198,9 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         num_selected=selection.num_selected,
         **{name: getattr(call, name) for name in ListPointers._fields[7:]},
     )
+    is_few = options.PACKED_HEADS == FEW_HEADS
     Launch(
-        _hopper_selected_fwd_kernel,
+        _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
         (programs,),
         **sizes._asdict(),
         scalars=scalars_of(call),
