@@ -98,13 +98,14 @@ def test_unsupported_chips():
     ],
 )
 def test_tokens_are_dealt_out(tokens, heads, pairs, groups, units):
-    problem = dataclasses.replace(SHAPES[0], num_heads=heads, seqs=((tokens, 9),))
+    lists = Selected(128 * pairs)
+    problem = dataclasses.replace(SHAPES[0], num_heads=heads, seqs=((tokens, 9),), selected=lists)
     call = hopper_call(problem)
     with assume(HOPPER):
         options = selected.options_of(call)
-        assert selected.groups_of(call, options, pairs) == (groups, units)
+        assert selected.shares_of_call(call, options)[:2] == (groups, units)
         invariant = dataclasses.replace(call, batch_invariant=True)
-        assert selected.groups_of(invariant, options, pairs)[1] == 1
+        assert selected.shares_of_call(invariant, options)[1:] == (1, 0)
 
 
 def _leave_parts(call, groups, units, options):
@@ -151,7 +152,7 @@ def test_parts_are_added_up(groups, device):
     given["sinks"] = call.sinks.to(device)
     pointers = ListPointers(**dict.fromkeys(ListPointers._fields) | given)
     _hopper_selected_combine_kernel[(min(groups - 1, call.total_q), 5, 1)](
-        out, pointers, **selected.sizes_of(call, units, 3)._asdict(), num_heads=call.num_heads,
+        out, pointers, **selected.sizes_of(call, units)._asdict(), num_heads=call.num_heads,
         programs=groups * options.HEAD_TILES, OPTIONS=options, SHARES=(16, 2, 512),
         **dependent_launch(False),
     )  # fmt: skip
@@ -170,9 +171,13 @@ def compile_lists(problem):
 
 
 @pytest.mark.parametrize(
-    "problem", [SHAPES[0], SHAPES[3], *(pytest.param(p, marks=pytest.mark.thorough) for p in SHAPES)],
+    "problem",
+    [
+        p if p in (SHAPES[0], SHAPES[3]) else pytest.param(p, marks=pytest.mark.thorough)
+        for p in SHAPES
+    ],
     ids=lambda p: p.name,
-)  # fmt: skip
+)
 def test_compiles_to_products(problem, compiler):
     kernel, *_ = compiler.submit(compile_lists, problem).result()
     form = "few_heads" if problem.num_heads <= selected.FEW_HEADS else "fwd"

@@ -29,7 +29,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     is_misaligned,
     unsupported_device,
 )
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -75,7 +75,9 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"softmax_scale is {call.softmax_scale}"
     if 0 in k.shape:
         return "there are no keys"
-    if latent is None and (k.data_ptr() != v.data_ptr() or not _are_one_row(call)):
+    # what is traced has no address yet
+    is_apart = not is_traced() and k.data_ptr() != v.data_ptr()
+    if latent is None and (is_apart or not _are_one_row(call)):
         return "the values are no columns of the keys"
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
         return "q, k or v is not aligned to 16 bytes"
@@ -114,17 +116,27 @@ def options_of(call: AttentionCall) -> ListOptions:
     )
 
 
-def groups_of(call: AttentionCall, options: ListOptions, pairs: int) -> tuple[int, int]:
-    """How many groups of programs there are, and units of a token: pairs of blocks, or one where no
-    groups share a token."""
+def pairs_of(call: AttentionCall) -> int:
+    """Pairs of blocks of keys of a list."""
+    assert call.selection is not None
+    return max(cdiv(call.selection.key_indices.shape[2], PAIR), 1)
+
+
+def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int, int]:
+    """How many groups of programs there are; units of a token: its pairs of blocks, or one where no
+    groups share a token; and float32 numbers of the workspace."""
+    pairs, tokens = pairs_of(call), call.total_q
     room = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
-    if call.is_batch_invariant or call.total_q >= MANY_TOKENS * room:
-        return min(room, call.total_q), 1
-    groups = min(even_groups(call.total_q, room), call.total_q * pairs)
-    return groups, pairs if call.total_q % groups else 1
+    if call.is_batch_invariant or tokens >= MANY_TOKENS * room:
+        return max(min(room, tokens), 1), 1, 0
+    groups = min(even_groups(max(tokens, 1), room), tokens * pairs)
+    if tokens % max(groups, 1) == 0:
+        return max(groups, 1), 1, 0
+    parts = 2 * groups * options.HEAD_TILES  # two of each program
+    return groups, pairs, parts * options.ROWS * (HEAD_DIM_V + 2)
 
 
-def sizes_of(call: AttentionCall, units: int, pairs: int) -> ListSizes:
+def sizes_of(call: AttentionCall, units: int) -> ListSizes:
     """Numbers that differ from call to call."""
     selection, table = call.selection, call.block_table
     assert selection is not None
@@ -139,7 +151,7 @@ def sizes_of(call: AttentionCall, units: int, pairs: int) -> ListSizes:
         stride_count_token=0 if counts is None else counts.stride(0),
         stride_table=0 if table is None else table.stride(0),
         units=units,
-        unit_pairs=pairs // units,
+        unit_pairs=pairs_of(call) // units,
     )
 
 
@@ -177,14 +189,12 @@ def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     selection, q = call.selection, call.q
     assert selection is not None
     options = options_of(call)
-    pairs = max(cdiv(selection.key_indices.shape[2], PAIR), 1)
-    groups, units = groups_of(call, options, pairs)
+    groups, units, elements = shares_of_call(call, options)
     programs = groups * options.HEAD_TILES
     parts = lse  # of the same type, and not written
-    if units > 1:
-        elements = 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
+    if elements:
         parts = Allocation((elements,), torch.float32, q.device)()
-    sizes = sizes_of(call, units, pairs)
+    sizes = sizes_of(call, units)
     latents = q if call.q_latent is None else call.q_latent
     boxes = (latents, HALF), (q, ROPE)
     maps = [ragged_rows(x, 1, options.PACKED_HEADS, width).at(x.data_ptr()) for x, width in boxes]
