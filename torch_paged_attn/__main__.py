@@ -2,7 +2,7 @@
 
 With `--check` the exit status is 1 if the report names a problem. `hub` prints the value of the
 environment variable LOCAL_KERNELS with which Hugging Face programs use this package's kernels
-(integrations/hub).
+(integrations/hub). `compile` compiles a model's GPU kernels into a folder, without a GPU.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 
+from torch_paged_attn import _compile
 from torch_paged_attn._doctor import printed, report
 from torch_paged_attn.integrations.hub import local_kernels
 
@@ -23,7 +24,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit status 1 if there is a problem")
     verbs = parser.add_subparsers(dest="verb", metavar="")
     verbs.add_parser("hub", help="print LOCAL_KERNELS for Hugging Face programs")
+    summary = "compile a model's GPU kernels into a folder, without a GPU"
+    _compile.add_arguments(verbs.add_parser("compile", help=summary, description=summary))
     asked = parser.parse_args()
+    if asked.verb == "compile":
+        _compile.compile_model(asked)
+        return
     if asked.verb == "hub":
         print(local_kernels())
         return
