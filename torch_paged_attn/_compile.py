@@ -79,16 +79,15 @@ def compile_model(asked: argparse.Namespace) -> None:
         compiler = _compiler()
         layers, sizes = _read(asked)
         uses = dict.fromkeys(asked.use or ["serving"])
-        jobs = [
-            compiler.Job(*job) for x in layers for use in uses for job in jobs_of(x, use, sizes)
-        ]
+        described = dict(job for x in layers for use in uses for job in jobs_of(x, use, sizes))
+        jobs = [compiler.Job(*job) for job in described.items()]
         processes = asked.processes or min(usable_cores(), 2 * MOST_PROCESSES)
         start = time.perf_counter()
         for layer in layers:
             print(layer)
-        for described, new in compiler.compile_into(asked.out, jobs, arch, count, processes):
+        for name, new in compiler.compile_into(asked.out, jobs, arch, count, processes):
             seconds = time.perf_counter() - start
-            print(f"{new:5d} kernels  {seconds:6.1f} s  {described[:100]}", flush=True)
+            print(f"{new:5d} kernels  {seconds:6.1f} s  {name[:100]}", flush=True)
     except ValueError as error:
         sys.exit(f"compile: {error}")
     files = [x for x in asked.out.rglob("*") if x.is_file()]

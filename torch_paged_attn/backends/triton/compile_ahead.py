@@ -29,6 +29,7 @@ from triton.runtime.driver import driver
 
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton import BACKEND
+from torch_paged_attn.backends.triton.runtime import compiled_launchers
 from torch_paged_attn.backends.triton.runtime.compiled import folders_for
 from torch_paged_attn.backends.triton.runtime.compiled_folder import (
     MANIFEST,
@@ -45,6 +46,14 @@ KEPT = ".json", ".cubin", ".hsaco"
 
 # a function of a device that calls operators there, or returns functions that do; it can be pickled
 Calls = Callable[[torch.device], "Sequence[Callable[[], None]] | None"]
+
+
+class Answer(NamedTuple):
+    """What a process found: the indices of the calls for which it compiled a kernel, and what these
+    kernels' launchers are built for."""
+
+    calls: list[int]
+    launchers: list[Any]
 
 
 class Failed(ValueError):
@@ -87,7 +96,7 @@ def compile_into(
     """
     target, gpu = Target.of_arch(arch, multiprocessors), gpu_of(arch)
     made = made_with(gpu)
-    folder = Folder(out, made, {}, {})
+    folder = Folder(out, made, {}, {}, [])
     if (out / MANIFEST).exists():
         folder = Folder.read(out)
         if (reason := difference(folder.made_with, made)) is not None:
@@ -107,6 +116,9 @@ def compile_into(
                     files = sorted(x for x in group.parent.iterdir() if x != group)
                     folder.add(key, [x for x in files if x.suffix in KEPT])
             folder.calls[_digest(described, target)] = _indices(answers)
+            for signature in (x for answer in answers for x in answer.launchers):
+                if signature not in folder.launchers:
+                    folder.launchers.append(signature)
             folder.write()
             yield described, len(folder.kernels) - before
 
@@ -118,11 +130,11 @@ def gpu_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch[2:]), 32)
 
 
-def _indices(answers: list[str]) -> list[int]:
-    return sorted({i for answer in answers for i in json.loads(answer or "[]")})
+def _indices(answers: "list[Answer]") -> list[int]:
+    return sorted({i for answer in answers for i in answer.calls})
 
 
-def _compile_here(make_calls: Calls, device: torch.device, num_processes: int) -> list[str]:
+def _compile_here(make_calls: Calls, device: torch.device, num_processes: int) -> "list[Answer]":
     with torch.cuda.device(device):
         gpu = driver.active.get_current_target()
     environ = {"PAGED_ATTN_KERNELS": os.pathsep.join(map(str, environment.KERNELS))}
@@ -138,8 +150,8 @@ def _compile_here(make_calls: Calls, device: torch.device, num_processes: int) -
 
 def _run_processes(
     make_calls: Calls, target: Target, gpu: GPUTarget, num_processes: int, environ: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    """The last lines that processes printed, and those of the errors of processes that failed."""
+) -> tuple[list[Answer], list[str]]:
+    """What processes found, and the last lines of the errors of processes that failed."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "work.pt"
         torch.save((make_calls, target, gpu), work)
@@ -149,7 +161,8 @@ def _run_processes(
                 for index in range(num_processes)
             ]
         results = [share.result() for share in shares]
-    return [answer for _, answer in results], [reason for reason, _ in results if reason]
+    failed = [reason for reason, _ in results if reason]
+    return [Answer(*json.loads(answer)) for reason, answer in results if not reason], failed
 
 
 def _run_process(work: Path, index: int, count: int, environ: dict[str, str]) -> tuple[str, str]:
@@ -220,6 +233,7 @@ class Share(triton.AsyncCompileMode):
         self.folder = folder
         self.found: set[str] = set()
         self.taken = 0
+        self.launchers: list[Any] = []
 
     def submit(self, key: str, compile_fn: Callable[[], Any], *_: Any) -> None:
         """Triton calls it for each launch of a kernel that it would compile, with functions for
@@ -231,7 +245,9 @@ class Share(triton.AsyncCompileMode):
             except FileExistsError:
                 return
             self.taken += 1
-            compile_fn()
+            compiled = compile_fn()
+            if compiled_launchers.IS_NEEDED:
+                self.launchers.append(compiled_launchers.signature_of(compiled))
 
 
 class OnGPU(TorchDispatchMode):
@@ -260,10 +276,8 @@ class NoDriver(GPUDriver):
 
 def compile_share(
     make_calls: Calls, target: Target, gpu: GPUTarget, folder: Path, index: int, count: int
-) -> list[int]:
-    """Compile one process's share of the kernels. Of a list of calls it makes each `count`-th, and
-    returns the indices of those for which it compiled.
-    """
+) -> Answer:
+    """Compile one process's share of the kernels. Of a list of calls it makes each `count`-th."""
     driver.set_active(NoDriver(gpu))
     needed = []
     with assume(target), OnGPU(), Share(folder) as share:
@@ -274,7 +288,7 @@ def compile_share(
                 calls[i]()
                 if share.taken > before:
                     needed.append(i)
-    return needed
+    return Answer(needed, share.launchers)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager
 from triton.runtime.driver import driver
 
 from torch_paged_attn import environment
+from torch_paged_attn.backends.triton.runtime import compiled_launchers
 from torch_paged_attn.backends.triton.runtime.compiled_folder import (
     Folder,
     Unfit,
@@ -55,6 +56,8 @@ def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
     if not found:  # several folders may be for several kinds of GPUs
         for path, reason in elsewhere:
             _warn(path, reason)
+    for folder in found:
+        compiled_launchers.build(folder.launchers)
     return tuple(found)
 
 

@@ -28,6 +28,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 
 import torch_paged_attn
+from torch_paged_attn.backends.triton.runtime.compiled_launchers import are_signatures
 
 MANIFEST, FORMAT = "manifest.json", 1
 
@@ -117,6 +118,8 @@ class Folder:
     kernels: dict[str, dict[str, str]]
     # a hash of what a warm-up is for -> those of its calls that take all kernels
     calls: dict[str, list[int]]
+    # what the kernels' launchers are built for: see compiled_launchers.py
+    launchers: list[Any]
 
     @classmethod
     def read(cls, root: Path) -> Folder:
@@ -127,15 +130,15 @@ class Folder:
             raise Unfit(f"no {MANIFEST} can be read there ({error})") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise Unfit(f"{MANIFEST} is not of format {FORMAT}")
-        given: list[Any] = [data.get(x) for x in ("made_with", "kernels", "calls")]
-        if not isinstance(given[0], dict) or not _are_kernels(given[1]) or not _are_calls(given[2]):
-            raise Unfit(f"{MANIFEST} is damaged")
+        given: list[Any] = [data.get(x) for x in _PARTS]
+        for part, is_right in zip(given, _PARTS.values(), strict=True):
+            if not is_right(part):
+                raise Unfit(f"{MANIFEST} is damaged")
         return cls(root, *given)
 
     def write(self) -> None:
         """Write the manifest, in one step for whoever reads it meanwhile."""
-        names = "made_with", "kernels", "calls"
-        data = {"format": FORMAT, **{name: getattr(self, name) for name in names}}
+        data = {"format": FORMAT, **{name: getattr(self, name) for name in _PARTS}}
         self.root.mkdir(parents=True, exist_ok=True)
         beside = self.root / f".{MANIFEST}.{os.getpid()}"
         beside.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
@@ -189,3 +192,16 @@ def _are_calls(given: Any) -> bool:
         and all(type(i) is int and i >= 0 for i in calls)
         for key, calls in given.items()
     )
+
+
+def _is_dict(given: Any) -> bool:
+    return isinstance(given, dict)
+
+
+# the parts of a manifest, in the order of `Folder`'s fields
+_PARTS = {
+    "made_with": _is_dict,
+    "kernels": _are_kernels,
+    "calls": _are_calls,
+    "launchers": are_signatures,
+}
