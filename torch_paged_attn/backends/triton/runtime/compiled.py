@@ -56,9 +56,16 @@ def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
     if not found:  # several folders may be for several kinds of GPUs
         for path, reason in elsewhere:
             _warn(path, reason)
+    return tuple(found)
+
+
+@functools.cache
+def _with_launchers(folders: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
+    """The same, after all launchers of their kernels were built."""
+    found = _fitting(folders, gpu)
     for folder in found:
         compiled_launchers.build(folder.launchers)
-    return tuple(found)
+    return found
 
 
 def _warn(path: Path, reason: str) -> None:
@@ -79,7 +86,9 @@ def _warn_of_kernel(path: Path, reason: str) -> None:
 
 
 def _find(key: str, name: str) -> dict[str, str] | None:
-    folders = folders_for(driver.active.get_current_target())
+    gpu = driver.active.get_current_target()
+    with _lock:
+        folders = _with_launchers(environment.KERNELS, gpu)
     for folder in folders:
         try:
             files = folder.find(key)
