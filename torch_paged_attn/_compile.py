@@ -10,14 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torch_paged_attn import environment
 from torch_paged_attn._model_calls import USES, Sizes, jobs_of
 from torch_paged_attn._model_config import dtype_named, read_model
 from torch_paged_attn._warmup import MOST_PROCESSES, usable_cores
 from torch_paged_attn.ops.backend import backends
-from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.checks import FLOAT, fail
 
 # multiprocessors of the GPUs that are most common, on which the number of splits depends
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 142, "sm90": 132, "sm100": 148, "sm120": 188}
@@ -122,6 +120,6 @@ def _read(asked: argparse.Namespace) -> tuple[list[Any], Sizes]:
     given = asked.page_size, asked.max_num_seqs, asked.max_num_batched_tokens, length
     if min(given) < 1:
         raise ValueError(f"expected sizes of at least 1, got {min(given)}")
-    if torch.finfo(dtype).bits < 16:
-        raise ValueError(f"expected --dtype to have 16 or 32 bits, got {dtype}")
+    if dtype not in FLOAT:
+        raise ValueError(f"expected --dtype to be a float of 16 or 32 bits, got {dtype}")
     return model.layers, Sizes(dtype, kv_dtype, *given)
