@@ -2,7 +2,8 @@
 
 With `--check` the exit status is 1 if the report names a problem. `hub` prints the value of the
 environment variable LOCAL_KERNELS with which Hugging Face programs use this package's kernels
-(integrations/hub). `conformance` runs the named problems on a device and writes a report.
+(integrations/hub). `compile` compiles a model's GPU kernels into a folder, without a GPU.
+`conformance` runs the named problems on a device and writes a report.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+from torch_paged_attn import _compile
 from torch_paged_attn._doctor import printed, report
 from torch_paged_attn.integrations.hub import local_kernels
 
@@ -28,7 +30,12 @@ def main() -> None:
     judge.add_argument("--device", default="cpu", help="cpu, cuda, xla, tpu or neuron")
     judge.add_argument("--only", default="*", help="a pattern for test/problem: 'gradients/*'")
     judge.add_argument("--out", type=Path, default=Path("conformance.json"), metavar="FILE")
+    summary = "compile a model's GPU kernels into a folder, without a GPU"
+    _compile.add_arguments(verbs.add_parser("compile", help=summary, description=summary))
     asked = parser.parse_args()
+    if asked.verb == "compile":
+        _compile.compile_model(asked)
+        return
     if asked.verb == "hub":
         print(local_kernels())
         return
