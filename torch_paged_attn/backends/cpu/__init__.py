@@ -13,10 +13,7 @@ from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
 
 # ops that are composed of PyTorch operators, in a file each, where the library has no kernel
-OF_SELECTION = (
-    *("selected_attention", "selected_attention_backward"),
-    *("selected_mass", "select_keys"),
-)
+OF_SELECTION = "selected_attention_backward", "selected_mass", "select_keys"
 
 X86 = ("x86_64", "amd64")
 
