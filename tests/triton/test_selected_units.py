@@ -155,7 +155,7 @@ def test_parts_are_added_up(name):
             lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
             rows.start, call.total_q, call.batch, entries,
             NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
-            K=next_power_of_2(entries), AT_ONCE=2,
+            K=next_power_of_2(entries),
         )  # fmt: skip
     assert_accurate(out, lse, build(PROBLEMS[name]).truth())
 

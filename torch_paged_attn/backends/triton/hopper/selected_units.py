@@ -40,8 +40,6 @@ MOST_PRODUCERS = 4
 LEAST_TOKENS = 4
 # tiles of queries of a program, at least
 LEAST_TILES = 16
-# numbers of parts that a program reads at a time
-READ = 4096
 # bytes of parts: calls with more are done some tokens at a time
 MOST_BYTES = 2**30
 
@@ -196,6 +194,5 @@ def _attend_rows(
         HEADS=call.group_size,
         WIDTH=call.head_dim_v,
         K=next_power_of_2(entries),
-        AT_ONCE=max(1, min(READ // (call.group_size * call.head_dim_v), next_power_of_2(entries))),
         num_warps=4,
     )(parts, part_lse, part_scale, lists.buckets, out, lse, call.sinks, call.cu_seqlens_q)
