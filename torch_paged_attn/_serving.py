@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +53,28 @@ def _key_hints(most: int) -> list[int]:
     """The values of max_seqlen_k between which no plan differs."""
     steps = range(KEY_STEP, min(most, KEYS_IN_STEPS), KEY_STEP)
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
+
+
+class Calls(Sequence[Callable[[], None]]):
+    """A call for each size: a number of tokens that are written, or a step of attention. Far more
+    than are made, so each is put together when it is asked for.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int], None],
+        attend: Callable[[Step], None],
+        sizes: list[int | Step],
+    ) -> None:
+        self._write, self._attend, self._sizes = write, attend, sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        size = self._sizes[index]
+        call: Any = self._attend if isinstance(size, Step) else self._write
+        return functools.partial(call, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +126,10 @@ class Serving:
             for total in _sizes(most, min(most, batch + long - 1)):
                 yield total, long
 
-    def calls(self, device: torch.device) -> list[Callable[[], None]]:
+    def calls(self, device: torch.device) -> Calls:
         """The calls on a device. No sequence has a query or a key: kernels return at once."""
-        write, attend = self._writing(device), self.attention(device)
-        return [
-            *(functools.partial(write, tokens) for tokens in _sizes(self.max_tokens)),
-            *map(functools.partial, itertools.repeat(attend), self.steps()),
-        ]
+        sizes: list[int | Step] = [*_sizes(self.max_tokens), *self.steps()]
+        return Calls(self._writing(device), self.attention(device), sizes)
 
     def attention(self, device: torch.device) -> Callable[[Step], None]:
         """A function that makes a call of attention of these sizes."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import as_stored
+from torch_paged_attn.backends.triton.hopper import selected as hopper
 from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.portable import selected
 from torch_paged_attn.backends.triton.portable.selected_kernel import (
@@ -36,7 +37,10 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     if call.batch == 0:  # rows of padding alone
         return out.zero_(), lse.fill_(float("-inf"))
-    if not (selected_units.unsupported(call) or selected_units.unprofitable(call)):
+    if (hopper.unsupported(call) or hopper.unprofitable(call)) is None:
+        hopper.selected_attention(call, out, lse)
+        return out, lse
+    if (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
         selected_units.attend(call, out, lse)
         return out, lse
     target = target_of(call.q.device)
