@@ -2,16 +2,18 @@
 
 Which kernel a call takes follows from the numbers of its sequences and queries and from two hints.
 `Serving.steps` lists combinations of them, closer together where kernels change, far more than
-there are kernels. Processes without a GPU plan them all and compile what is missing; the engine's
-process then makes one call for each kernel, which loads it.
+there are kernels. Processes without a GPU plan some of each line of them, by which kernels these
+take, and compile what is missing; the engine's process then makes one call for each kernel, which
+loads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,27 @@ class Step(NamedTuple):
     total_q: int
     max_seqlen_q: int
     max_seqlen_k: int
+
+
+class Line(NamedTuple):
+    """Calls of a function whose argument grows along the line. Along most lines kernels change once
+    or never: where both ends and the middle take the same ones, the calls between do, too.
+    """
+
+    call: Callable[[Any], None]
+    arguments: list[Any]
+
+    def sampled(self, taken: Callable[[int], Any]) -> None:
+        """Make as many of the calls as are needed to find all kernels that they take. `taken(i)`
+        makes the call of `arguments[i]`, and returns what kernels that took.
+        """
+        found = functools.cache(taken)
+        parts = [(0, len(self.arguments) - 1)]
+        while parts:
+            first, last = parts.pop()
+            middle = (first + last) // 2
+            if not found(first) == found(middle) == found(last) and last - first > 1:
+                parts += (first, middle), (middle, last)
 
 
 def _sizes(most: int, least: int = 1, parts: int = PARTS) -> list[int]:
@@ -78,14 +101,15 @@ class Serving:
     options: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `flash_varlen_out` by name."""
 
-    def steps(self) -> Iterator[Step]:
-        """Sizes of calls, such that each kernel that a call may take is taken by one of them."""
+    def steps(self) -> Iterator[list[Step]]:
+        """Sizes of calls, such that each kernel that a call may take is taken by one of them. Those
+        of a list differ in max_seqlen_k alone, which increases.
+        """
         keys = _key_hints(self.max_length)
         for batch in _sizes(self.max_batch, parts=4):
             for total, longest in self._queries(batch):
-                for most in keys:
-                    if most >= min(longest, keys[-1]):
-                        yield Step(batch, total, longest, most)
+                least = min(longest, keys[-1])
+                yield [Step(batch, total, longest, most) for most in keys if most >= least]
 
     def _queries(self, batch: int) -> Iterator[tuple[int, int]]:
         """All queries, and those of the longest sequence."""
@@ -105,13 +129,11 @@ class Serving:
             for total in _sizes(most, min(most, batch + long - 1)):
                 yield total, long
 
-    def calls(self, device: torch.device) -> list[Callable[[], None]]:
+    def calls(self, device: torch.device) -> list[Line]:
         """The calls on a device. No sequence has a query or a key: kernels return at once."""
         write, attend = self._writing(device), self.attention(device)
-        return [
-            *(functools.partial(write, tokens) for tokens in _sizes(self.max_tokens)),
-            *map(functools.partial, itertools.repeat(attend), self.steps()),
-        ]
+        writes = [Line(write, [tokens]) for tokens in _sizes(self.max_tokens)]
+        return [*writes, *(Line(attend, steps) for steps in self.steps())]
 
     def attention(self, device: torch.device) -> Callable[[Step], None]:
         """A function that makes a call of attention of these sizes."""
@@ -183,15 +205,17 @@ def warm_up(serving: Serving, device: torch.device, num_processes: int) -> int:
     compiler = None if backend is None else backend.compiler()
     if compiler is None:
         refuse("warm_up", reason or f"there is nothing to compile for {device}")
-    with compiler.remembered(repr(serving), device) as known:
+    # the places of calls are those of this code
+    described = f"{serving} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    with compiler.remembered(described, device) as known:
         if known.calls is None:
             known.calls = compiler.compile_calls(serving.calls, device, num_processes)
     needed = known.calls
     stream = torch.cuda.Stream(device)
     with torch.inference_mode(), torch.cuda.stream(stream):
         calls = serving.calls(device)
-        for i in needed:
-            calls[i]()
+        for line, i in needed:
+            calls[line].call(calls[line].arguments[i])
     stream.synchronize()
     del calls
     torch.cuda.empty_cache()  # an engine is about to take what is free

@@ -8,6 +8,7 @@ kernels for the GPU that it is told of. Who makes the calls afterwards finds the
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -29,10 +30,14 @@ from triton.runtime.driver import driver
 
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton import BACKEND
+from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, target_of
 
-# a function of a device that calls operators there, or returns functions that do; it can be pickled
-Calls = Callable[[torch.device], "list[Callable[[], None]] | None"]
+# a function of a device that calls operators there, or returns lines of calls that do
+# (`_serving.Line`); it can be pickled
+Calls = Callable[[torch.device], "list[Any] | None"]
+# the numbers of a line and of a call in it
+Place = tuple[int, int]
 
 
 def compile_ahead(make_calls: Calls, device: torch.device, num_processes: int) -> None:
@@ -42,12 +47,12 @@ def compile_ahead(make_calls: Calls, device: torch.device, num_processes: int) -
     _run_processes(make_calls, device, num_processes)
 
 
-def compile_calls(make_calls: Calls, device: torch.device, num_processes: int) -> list[int]:
-    """The same for a function that returns a list of calls, of which each process makes a share.
-    Returns the indices of some calls: they take all kernels that any of the calls takes.
+def compile_calls(make_calls: Calls, device: torch.device, num_processes: int) -> list[Place]:
+    """The same for a function that returns lines of calls, of which each process samples a share.
+    Returns the places of some calls: they take all kernels that any of the calls takes.
     """
     answers = _run_processes(make_calls, device, num_processes)
-    return sorted({i for answer in answers for i in json.loads(answer or "[]")})
+    return sorted({tuple(x) for answer in answers for x in json.loads(answer or "[]")})
 
 
 def _run_processes(make_calls: Calls, device: torch.device, num_processes: int) -> list[str]:
@@ -87,9 +92,9 @@ def _run_process(work: Path, index: int, count: int) -> tuple[str, str]:
 
 @dataclasses.dataclass
 class Known:
-    """The indices that `compile_calls` returned; None: it has not been called yet."""
+    """The places that `compile_calls` returned; None: it has not been called yet."""
 
-    calls: list[int] | None
+    calls: list[Place] | None
 
 
 @contextlib.contextmanager
@@ -121,6 +126,9 @@ class Share(triton.AsyncCompileMode):
         self.folder = folder
         self.found: set[str] = set()
         self.taken = 0
+        # what kernels are compiled for, and those of a call
+        self._noted: dict[Any, int] = {}
+        self.of_call: list[int] = []
 
     def submit(self, key: str, compile_fn: Callable[[], Any], *_: Any) -> None:
         """Triton calls it for each launch of a kernel that it would compile, with functions for
@@ -134,9 +142,20 @@ class Share(triton.AsyncCompileMode):
             self.taken += 1
             compile_fn()
 
+    def note(self, what: Any) -> bool:
+        """For `launch_cache.noting`: Triton has to see the first launch of a kernel alone."""
+        is_new = what not in self._noted
+        self.of_call.append(self._noted.setdefault(what, len(self._noted)))
+        return is_new
+
 
 class OnGPU(TorchDispatchMode):
     """In this context the package's operators take the kernels of GPUs, wherever tensors are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, which takes seconds, to keep it from this mode
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "paged_attn":
@@ -161,20 +180,25 @@ class NoDriver(GPUDriver):
 
 def compile_share(
     make_calls: Calls, target: Target, gpu: GPUTarget, folder: Path, index: int, count: int
-) -> list[int]:
-    """Compile one process's share of the kernels. Of a list of calls it makes each `count`-th, and
-    returns the indices of those for which it compiled.
+) -> list[Place]:
+    """Compile one process's share of the kernels. Of a list of lines it samples each `count`-th,
+    and returns the places of the calls for which it compiled.
     """
     driver.set_active(NoDriver(gpu))
     needed = []
     with assume(target), OnGPU(), Share(folder) as share:
-        calls = make_calls(torch.device("cpu")) or []
-        with torch.inference_mode():
-            for i in range(index, len(calls), count):
-                before = share.taken
-                calls[i]()
-                if share.taken > before:
-                    needed.append(i)
+        lines = make_calls(torch.device("cpu")) or []
+
+        def taken(line: int, i: int) -> list[int]:
+            before, share.of_call = share.taken, []
+            lines[line].call(lines[line].arguments[i])
+            if share.taken > before:
+                needed.append((line, i))
+            return share.of_call
+
+        with torch.inference_mode(), launch_cache.noting(share.note):
+            for line in range(index, len(lines), count):
+                lines[line].sampled(functools.partial(taken, line))
     return needed
 
 
