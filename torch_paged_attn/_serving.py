@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,27 +40,6 @@ class Step(NamedTuple):
     max_seqlen_k: int
 
 
-class Line(NamedTuple):
-    """Calls of a function whose argument grows along the line. Along most lines kernels change once
-    or never: where both ends and the middle take the same ones, the calls between do, too.
-    """
-
-    call: Callable[[Any], None]
-    arguments: list[Any]
-
-    def sampled(self, taken: Callable[[int], Any]) -> None:
-        """Make as many of the calls as are needed to find all kernels that they take. `taken(i)`
-        makes the call of `arguments[i]`, and returns what kernels that took.
-        """
-        found = functools.cache(taken)
-        parts = [(0, len(self.arguments) - 1)]
-        while parts:
-            first, last = parts.pop()
-            middle = (first + last) // 2
-            if not found(first) == found(middle) == found(last) and last - first > 1:
-                parts += (first, middle), (middle, last)
-
-
 def _sizes(most: int, least: int = 1, parts: int = PARTS) -> list[int]:
     """Numbers from `least` to `most`: all of the first, then `parts` to a power of two, and one
     more than each power.
@@ -77,6 +54,38 @@ def _key_hints(most: int) -> list[int]:
     """The values of max_seqlen_k between which no plan differs."""
     steps = range(KEY_STEP, min(most, KEYS_IN_STEPS), KEY_STEP)
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
+
+
+def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
+    return isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]
+
+
+class Calls(Sequence[Callable[[], None]]):
+    """A call for each size: a number of tokens that are written, or a step of attention. Far more
+    than are made, so each is put together when it is asked for.
+
+    Attributes:
+        lines: ranges of neighbours that differ in max_seqlen_k alone, which increases. Along most
+            lines kernels change once or never
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int], None],
+        attend: Callable[[Step], None],
+        sizes: list[int | Step],
+    ) -> None:
+        self._write, self._attend, self._sizes = write, attend, sizes
+        ends = [i for i in range(1, len(sizes)) if not _are_on_a_line(sizes[i - 1], sizes[i])]
+        self.lines = list(map(range, [0, *ends], [*ends, len(sizes)]))
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        size = self._sizes[index]
+        call: Any = self._attend if isinstance(size, Step) else self._write
+        return functools.partial(call, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +110,14 @@ class Serving:
     options: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `flash_varlen_out` by name."""
 
-    def steps(self) -> Iterator[list[Step]]:
-        """Sizes of calls, such that each kernel that a call may take is taken by one of them. Those
-        of a list differ in max_seqlen_k alone, which increases.
-        """
+    def steps(self) -> Iterator[Step]:
+        """Sizes of calls, such that each kernel that a call may take is taken by one of them."""
         keys = _key_hints(self.max_length)
         for batch in _sizes(self.max_batch, parts=4):
             for total, longest in self._queries(batch):
-                least = min(longest, keys[-1])
-                yield [Step(batch, total, longest, most) for most in keys if most >= least]
+                for most in keys:
+                    if most >= min(longest, keys[-1]):
+                        yield Step(batch, total, longest, most)
 
     def _queries(self, batch: int) -> Iterator[tuple[int, int]]:
         """All queries, and those of the longest sequence."""
@@ -129,11 +137,10 @@ class Serving:
             for total in _sizes(most, min(most, batch + long - 1)):
                 yield total, long
 
-    def calls(self, device: torch.device) -> list[Line]:
+    def calls(self, device: torch.device) -> Calls:
         """The calls on a device. No sequence has a query or a key: kernels return at once."""
-        write, attend = self._writing(device), self.attention(device)
-        writes = [Line(write, [tokens]) for tokens in _sizes(self.max_tokens)]
-        return [*writes, *(Line(attend, steps) for steps in self.steps())]
+        sizes: list[int | Step] = [*_sizes(self.max_tokens), *self.steps()]
+        return Calls(self._writing(device), self.attention(device), sizes)
 
     def attention(self, device: torch.device) -> Callable[[Step], None]:
         """A function that makes a call of attention of these sizes."""
@@ -205,17 +212,15 @@ def warm_up(serving: Serving, device: torch.device, num_processes: int) -> int:
     compiler = None if backend is None else backend.compiler()
     if compiler is None:
         refuse("warm_up", reason or f"there is nothing to compile for {device}")
-    # the places of calls are those of this code
-    described = f"{serving} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
-    with compiler.remembered(described, device) as known:
+    with compiler.remembered(repr(serving), device) as known:
         if known.calls is None:
             known.calls = compiler.compile_calls(serving.calls, device, num_processes)
     needed = known.calls
     stream = torch.cuda.Stream(device)
     with torch.inference_mode(), torch.cuda.stream(stream):
         calls = serving.calls(device)
-        for line, i in needed:
-            calls[line].call(calls[line].arguments[i])
+        for i in needed:
+            calls[i]()
     stream.synchronize()
     del calls
     torch.cuda.empty_cache()  # an engine is about to take what is free

@@ -1,8 +1,6 @@
 """An engine's warm-up takes every kernel that its steps take. Nothing is compiled here."""
 
 import contextlib
-import functools
-import itertools
 import random
 from unittest import mock
 
@@ -10,7 +8,8 @@ import pytest
 import torch
 from cross_compile import elsewhere
 
-from torch_paged_attn._serving import MOST_ROWS, Line, Serving, Step
+from torch_paged_attn._serving import MOST_ROWS, Serving, Step
+from torch_paged_attn.backends.triton.compile_ahead import sample
 from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 
@@ -92,9 +91,9 @@ def keys_taken(serving, steps, arch="sm90"):
         of_call.append(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
         keys.add(of_call[-1])
 
-    def taken(line, i):
+    def taken(i):
         of_call.clear()
-        line.call(line.arguments[i])
+        calls[i]()
         return tuple(of_call)
 
     with contextlib.ExitStack() as stack:
@@ -103,8 +102,9 @@ def keys_taken(serving, steps, arch="sm90"):
         stack.enter_context(OnGPU())
         stack.enter_context(torch.inference_mode())
         cpu = torch.device("cpu")
-        for line in serving.calls(cpu):
-            line.sampled(functools.partial(taken, line))
+        calls = serving.calls(cpu)
+        for line in calls.lines:
+            sample(line, taken)
         warmed, missed = len(keys), []
         attend = serving.attention(cpu)
         for step in steps:
@@ -146,8 +146,7 @@ def test_no_step_takes_another_kernel(name, sizes, count, compiler):
 )
 def test_samples_of_lines_take_all_kernels_of_all_steps(name, sizes, compiler):
     serving = serving_of(name, sizes)
-    steps = list(itertools.chain.from_iterable(serving.steps()))
-    _, missed = compiler.submit(keys_taken, serving, steps).result()
+    _, missed = compiler.submit(keys_taken, serving, list(serving.steps())).result()
     assert missed == []
 
 
@@ -187,8 +186,15 @@ def test_a_line_is_sampled_where_kernels_change(length):
             made.append(i)
             return sum(i >= change for change in changes)
 
-        Line(print, list(range(length))).sampled(taken)
+        sample(range(length), taken)
         assert len(set(made)) == len(made) <= length
         assert {0, length - 1} <= set(made)
         kernels = {sum(i >= change for change in changes) for i in range(length)}
         assert {sum(i >= change for change in changes) for i in made} == kernels
+
+
+def test_lines_are_all_calls_and_differ_in_keys_alone():
+    calls = serving_of("d128", TINY).calls(torch.device("cpu"))
+    assert [i for line in calls.lines for i in line] == list(range(len(calls)))
+    assert {len({calls[i].args[0][:3] for i in x}) for x in calls.lines if len(x) > 1} == {1}
+    assert len(calls.lines) < len(calls) / 2

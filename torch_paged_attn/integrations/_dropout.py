@@ -13,7 +13,7 @@ def drawn_rng_state(device: torch.device) -> Tensor:
     another seed there, so that the gradients are those of another mask (pytorch issue 190758). The
     seed is then an input of the graph that follows, which saves it.
     """
-    is_traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    is_traced = torch.compiler.is_dynamo_compiling()
     if is_traced and torch.is_grad_enabled() and _may_be_drawn_again():
         return _draw_outside_graphs(device)
     return _draw(device)
@@ -37,6 +37,8 @@ def _may_be_drawn_again() -> bool:
     """Whether the partitioner of the graph that is traced may move random numbers to the backward.
     Evaluated while the graph is traced.
     """
+    if torch.compiler.is_exporting():  # asked here: torch 2.11 traces it as always true
+        return False
     # since torch 2.13: the budget of a region, which torch keeps with the nodes that it traces
     key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
     region = (traceback.current_meta.get("custom") or {}).get(key, 1.0)

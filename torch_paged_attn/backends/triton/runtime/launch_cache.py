@@ -28,6 +28,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
+from torch_paged_attn.backends.triton.runtime.compiled import compiled_first
 from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.launcher import (
@@ -337,7 +338,7 @@ class Launch:
 
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
         settle_key(self.kernel)
-        with without_vector_flags:
+        with without_vector_flags, compiled_first():
             return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
@@ -347,7 +348,7 @@ class Launch:
         ready = _kernels.get(key)
         if ready is None:
             # a launch by Triton would need tensor maps that Triton has made
-            with without_vector_flags:
+            with without_vector_flags, compiled_first():
                 compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled, current_device())
             if ready is None:
