@@ -8,6 +8,7 @@ kernels for the GPU that it is told of. Who makes the calls afterwards finds the
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from triton.runtime.driver import driver
 
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton import BACKEND
-from torch_paged_attn.backends.triton.runtime import compiled_launchers
+from torch_paged_attn.backends.triton.runtime import compiled_launchers, launch_cache
 from torch_paged_attn.backends.triton.runtime.compiled import folders_for
 from torch_paged_attn.backends.triton.runtime.compiled_folder import (
     MANIFEST,
@@ -44,7 +45,8 @@ from torch_paged_attn.backends.triton.runtime.target import Target, assume, targ
 # what a kernel is loaded from: its description, and NVIDIA's or AMD's machine code
 KEPT = ".json", ".cubin", ".hsaco"
 
-# a function of a device that calls operators there, or returns functions that do; it can be pickled
+# a function of a device that calls operators there, or returns functions that do, with `lines` of
+# them if a few of a line show the kernels that all of them take; it can be pickled
 Calls = Callable[[torch.device], "Sequence[Callable[[], None]] | None"]
 
 
@@ -234,6 +236,9 @@ class Share(triton.AsyncCompileMode):
         self.found: set[str] = set()
         self.taken = 0
         self.launchers: list[Any] = []
+        # what kernels are compiled for, and those of a call
+        self._noted: dict[Any, int] = {}
+        self.of_call: list[int] = []
 
     def submit(self, key: str, compile_fn: Callable[[], Any], *_: Any) -> None:
         """Triton calls it for each launch of a kernel that it would compile, with functions for
@@ -249,9 +254,34 @@ class Share(triton.AsyncCompileMode):
             if compiled_launchers.IS_NEEDED:
                 self.launchers.append(compiled_launchers.signature_of(compiled))
 
+    def note(self, what: Any) -> bool:
+        """For `launch_cache.noting`: Triton has to see the first launch of a kernel alone."""
+        is_new = what not in self._noted
+        self.of_call.append(self._noted.setdefault(what, len(self._noted)))
+        return is_new
+
+
+def sample(line: range, taken: Callable[[int], Any]) -> None:
+    """Make as many calls of a line as show all kernels that its calls take. `taken(i)` makes call i
+    and returns what kernels that took. Where both ends of a part and its middle take the same ones,
+    the calls between are taken to do so, too.
+    """
+    found = functools.cache(taken)
+    parts = [(line[0], line[-1])]
+    while parts:
+        first, last = parts.pop()
+        middle = (first + last) // 2
+        if not found(first) == found(middle) == found(last) and last - first > 1:
+            parts += (first, middle), (middle, last)
+
 
 class OnGPU(TorchDispatchMode):
     """In this context the package's operators take the kernels of GPUs, wherever tensors are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, which takes seconds, to keep it from this mode
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "paged_attn":
@@ -277,17 +307,24 @@ class NoDriver(GPUDriver):
 def compile_share(
     make_calls: Calls, target: Target, gpu: GPUTarget, folder: Path, index: int, count: int
 ) -> Answer:
-    """Compile one process's share of the kernels. Of a list of calls it makes each `count`-th."""
+    """Compile one process's share of the kernels. Of a list of calls it samples each `count`-th
+    line."""
     driver.set_active(NoDriver(gpu))
     needed = []
     with assume(target), OnGPU(), Share(folder) as share:
         calls = make_calls(torch.device("cpu")) or []
-        with torch.inference_mode():
-            for i in range(index, len(calls), count):
-                before = share.taken
-                calls[i]()
-                if share.taken > before:
-                    needed.append(i)
+        lines = getattr(calls, "lines", None) or [range(i, i + 1) for i in range(len(calls))]
+
+        def taken(i: int) -> list[int]:
+            before, share.of_call = share.taken, []
+            calls[i]()
+            if share.taken > before:
+                needed.append(i)
+            return share.of_call
+
+        with torch.inference_mode(), launch_cache.noting(share.note):
+            for line in lines[index::count]:
+                sample(line, taken)
     return Answer(needed, share.launchers)
 
 
