@@ -73,6 +73,21 @@ struct BlockLayout {
   int64_t q_block_size, k_block_size;
 };
 
+// Lists of units of keys: one for each query token and, with as many lists as KV heads, each group.
+// Such a token attends to the keys of its own list alone, as if they were a sequence of their own.
+struct Selection {
+  bool enabled = false;
+  const int32_t* units;  // a negative one names nothing
+  int64_t stride_token, stride_list, stride_entry;
+  Strided<int32_t> counts;  // (token, list): how many entries are read; all if there are none
+  int64_t num_lists, num_entries;
+  int64_t unit_size;  // in keys
+  bool is_slots;      // units are those of the cache, and not of the token's sequence
+  int64_t reach;      // keys that the block table has room for
+  // between positions; the call's own windows, which hide keys of a list from its token, are -1
+  int64_t window_left, window_right;
+};
+
 struct Dropout {
   bool enabled = false;
   uint32_t seed[2], offset;
@@ -113,6 +128,7 @@ struct Attention {
   int64_t window_left, window_right;  // -1: unbounded; causal is a right side of 0
   Dropout dropout;
   BlockLayout layout;
+  Selection selection;
   bool batch_invariant;
 
   // Heads that walk the keys together: a kv head's whole group, or one query head when a block
@@ -141,7 +157,7 @@ struct Task {
   int32_t token_begin, token_end;
   int32_t group_begin, group_end;
   int32_t few_rows;              // which of the two engines runs it
-  int64_t part_begin, part_end;  // keys; with a block layout, entries of the layout row
+  int64_t part_begin, part_end;  // keys; or entries of a layout's row or of a list
   int64_t partial;               // offset into Attention::partials, or -1: the result is final
   int64_t merge;                 // which merge waits for it, or -1
   int64_t cost;

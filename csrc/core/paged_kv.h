@@ -6,11 +6,9 @@
 // keys.
 #pragma once
 
-#include "seqlen_info.h"
+#include "selected_keys.h"
 
 namespace {
-
-using paged_attn::read_once;
 
 constexpr int ALIGN = 16;
 constexpr int MAX_COLUMNS = 128;  // of a block that the forward walks over
@@ -42,6 +40,8 @@ struct KeyWalk {
   int64_t next_key;        // within the current layout entry, -1 before it is entered
   const int32_t* columns;
   int max_columns;
+  // of lists of keys, whose tasks count their keys from 0: what the list names
+  ListedKeys listed;
 };
 
 // Metadata that a guard has checked may have changed when it is read again, if another thread
@@ -70,7 +70,12 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
   walk.part = task.part_begin;
   walk.part_end = task.part_end;
   walk.next_key = -1;
-  if (a.layout.crow) {
+  if (a.selection.enabled) {
+    walk.listed = listed_keys(a, sequence_at(a, s.index), task.token_begin,
+                              list_of(a, task.group_begin), task.part_begin, task.part_end);
+    walk.part = 0;
+    walk.part_end = s.k_len;
+  } else if (a.layout.crow) {
     if (walk.visible.end == 0) {
       walk.part_end = walk.part;
       return walk;
@@ -88,6 +93,31 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
   return walk;
 }
 
+// The addresses of keys [key, end) of a sequence, in elements.
+PAGED_ATTN_INLINE void locate_keys(const Attention& a, const Sequence& s, int64_t key, int64_t end,
+                                   int64_t* k_offset, int64_t* v_offset) {
+  if (a.page_size == 0) {
+    for (; key < end; ++key) {
+      *k_offset++ = (s.k_start + key) * a.k.stride_token;
+      *v_offset++ = (s.k_start + key) * a.v.stride_token;
+    }
+    return;
+  }
+  const bool is_slots = a.selection.enabled && a.selection.is_slots;
+  int64_t entry = key / a.page_size, slot = key % a.page_size;
+  for (; key < end; ++entry, slot = 0) {
+    const int64_t page = is_slots ? entry : page_at(a, s.index, entry);
+    const int64_t run = min64(end - key, a.page_size - slot);
+    const int64_t k_first = page * a.k.stride_page + slot * a.k.stride_token;
+    const int64_t v_first = page * a.v.stride_page + slot * a.v.stride_token;
+    for (int64_t i = 0; i < run; ++i) {
+      *k_offset++ = k_first + i * a.k.stride_token;
+      *v_offset++ = v_first + i * a.v.stride_token;
+    }
+    key += run;
+  }
+}
+
 // Adds a segment of so many columns, the first of which is `key`, with the addresses of the keys in
 // `seen`.
 PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64_t key, int columns,
@@ -101,26 +131,7 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
   int64_t* k_offset = block.k_offset + segment.begin;
   int64_t* v_offset = block.v_offset + segment.begin;
   const int head = int(seen.begin - key), tail = int(seen.end - key);
-  if (a.page_size == 0) {
-    const int64_t first = walk.sequence->k_start + key;
-    for (int c = head; c < tail; ++c) {
-      k_offset[c] = (first + c) * a.k.stride_token;
-      v_offset[c] = (first + c) * a.v.stride_token;
-    }
-  } else {
-    int64_t entry = seen.begin / a.page_size, slot = seen.begin % a.page_size;
-    for (int c = head; c < tail; ++entry, slot = 0) {
-      const int64_t page = page_at(a, walk.sequence->index, entry);
-      const int run = int(min64(tail - c, a.page_size - slot));
-      const int64_t k_first = page * a.k.stride_page + slot * a.k.stride_token;
-      const int64_t v_first = page * a.v.stride_page + slot * a.v.stride_token;
-      for (int i = 0; i < run; ++i) {
-        k_offset[c + i] = k_first + i * a.k.stride_token;
-        v_offset[c + i] = v_first + i * a.v.stride_token;
-      }
-      c += run;
-    }
-  }
+  locate_keys(a, *walk.sequence, seen.begin, seen.end, k_offset + head, v_offset + head);
   for (int c = 0; c < head; ++c) k_offset[c] = k_offset[head], v_offset[c] = v_offset[head];
   for (int c = tail; c < columns; ++c) {
     k_offset[c] = k_offset[tail - 1];
@@ -142,10 +153,37 @@ PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64
   return stop;
 }
 
+// The next block of keys that a list names: as many as fit, beside each other.
+inline bool next_listed_block(KeyWalk& walk, KeyBlock& block) {
+  if (walk.part >= walk.part_end) return false;
+  const Attention& a = *walk.attention;
+  const int count = int(min64(walk.part_end - walk.part, walk.max_columns));
+  int c = 0;
+  while (c < count) {
+    KeyRange& keys = walk.listed.keys;
+    if (keys.begin >= keys.end && !next_unit(walk.listed)) break;
+    const int64_t end = min64(keys.end, keys.begin + count - c);
+    locate_keys(a, *walk.sequence, keys.begin, end, block.k_offset + c, block.v_offset + c);
+    c += int(end - keys.begin);
+    keys.begin = end;
+  }
+  // the list is shorter than it was when its keys were counted: another thread has written it
+  if (c == 0) block.k_offset[c] = block.v_offset[c] = 0, ++c;
+  block.num_columns = int(round_up(count, ALIGN));
+  for (; c < block.num_columns; ++c) {
+    block.k_offset[c] = block.k_offset[c - 1];
+    block.v_offset[c] = block.v_offset[c - 1];
+  }
+  block.segments[block.num_segments++] = {walk.part, 0, block.num_columns, {}};
+  walk.part += count;
+  return true;
+}
+
 // The next block of the task, or false when there is none.
 inline bool next_block(KeyWalk& walk, KeyBlock& block) {
   block.num_columns = block.num_segments = 0;
   const Attention& a = *walk.attention;
+  if (a.selection.enabled) return next_listed_block(walk, block);
   if (!a.layout.crow) {
     if (walk.part >= walk.part_end) return false;
     walk.part = place_keys(walk, block, walk.part, walk.part_end);

@@ -21,6 +21,7 @@ int64_t power_of_two_below(int64_t x) {
 }
 
 int64_t tile_tokens(const Attention& a, const Sequence& s, int64_t rows) {
+  if (a.selection.enabled) return 1;  // each token has a list of its own
   const int64_t fewest = std::max<int64_t>(64, PACKED_ROWS / a.group_size);
   int64_t limit = std::max(fewest, s.q_len / MANY_TILES);
   if (a.layout.crow) limit = std::min(limit, a.layout.q_block_size);
@@ -50,14 +51,23 @@ struct Splits {
   int64_t count() const { return end > begin ? (end - 1) / size - begin / size + 1 : 1; }
 };
 
+// How many keys a number of a task's range stands for.
+int64_t keys_of_unit(const Attention& a) {
+  if (a.selection.enabled) return a.selection.unit_size;
+  return a.layout.crow ? a.layout.k_block_size : 1;
+}
+
 Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
   const KeyRange keys = visible_keys(a, s, task.token_begin, task.token_end - 1);
   Splits splits = {keys.begin, keys.end, 1};
-  int64_t unit = 1;
-  if (a.layout.crow) {
+  const int64_t unit = keys_of_unit(a);
+  if (a.selection.enabled) {
+    const int64_t row = s.q_start + task.token_begin;
+    splits.begin = 0;
+    splits.end = list_length(a, row, list_of(a, task.group_begin));
+  } else if (a.layout.crow) {
     splits.begin = splits.end = 0;
     if (keys.end > 0) {
-      unit = a.layout.k_block_size;
       layout_row(a.layout, s.index, task.group_begin * a.layout.num_heads / a.num_groups,
                  (s.past + task.token_end - 1) / a.layout.q_block_size, &splits.end);
     }
@@ -75,7 +85,7 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
   const int64_t rows = rows_of(a, task);
   const Splits splits = split_keys(a, s, task);
   const int64_t count = splits.count(), groups = task.group_end - task.group_begin;
-  const int64_t unit = a.layout.crow ? a.layout.k_block_size : 1;
+  const int64_t unit = keys_of_unit(a);
   const int64_t stride = groups * rows * partial_row_floats(a);
   if (count > 1) {
     plan.merges.push_back({task.sequence, task.token_begin, task.token_end, task.group_begin,
@@ -97,8 +107,9 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
 }
 
 void add_sequence(const Attention& a, const Sequence& s, const RowLimits& limits, Plan& plan) {
-  // a bias hides keys, and a layout lists them, per head
-  const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1);
+  // a bias hides keys, and a layout or lists name them, per head
+  const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1) &&
+                      (!a.selection.enabled || a.selection.num_lists == 1);
   const int64_t tokens = tile_tokens(a, s, limits.tile);
   for (int64_t token = 0, end; token < s.q_len; token = end) {
     end = tile_end(a, s, token, tokens);

@@ -36,6 +36,7 @@ PAGED_ATTN_INLINE Sequence sequence_at(const Attention& a, int64_t b) {
   }
   if (a.seqused_k) s.k_len = a.seqused_k(b);
   if (a.k_start) s.k_start = a.k_start(b);
+  if (a.selection.enabled && a.selection.is_slots) s.k_len = a.num_pages * a.page_size;
   s.past = a.q_position ? a.q_position(b) : s.k_len - s.q_len;
   return s;
 }
@@ -56,6 +57,17 @@ PAGED_ATTN_INLINE int64_t keys_before(const Attention& a, const Sequence& s, int
   return min64(position, s.k_len);
 }
 
+// Keys of a sequence from `left` keys before the first position to `right` keys after the last one,
+// without a limit where that is -1.
+PAGED_ATTN_INLINE KeyRange keys_between(const Attention& a, const Sequence& s, int64_t first,
+                                        int64_t last, int64_t left, int64_t right) {
+  KeyRange keys = {0, s.k_len};
+  if (left >= 0) keys.begin = keys_before(a, s, first - left);
+  if (right >= 0) keys.end = keys_before(a, s, last + right + 1);
+  if (keys.end <= keys.begin) return {0, 0};
+  return keys;
+}
+
 // Keys that query tokens [first, last] of a sequence may see, whatever a bias or a layout hides.
 // Every key of the range is seen by at least one of the tokens.
 PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, int64_t first,
@@ -65,11 +77,7 @@ PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, i
     if (last_position < 0) return {0, 0};
     first_position = max64(first_position, 0);
   }
-  KeyRange keys = {0, s.k_len};
-  if (a.window_left >= 0) keys.begin = keys_before(a, s, first_position - a.window_left);
-  if (a.window_right >= 0) keys.end = keys_before(a, s, last_position + a.window_right + 1);
-  if (keys.end <= keys.begin) return {0, 0};
-  return keys;
+  return keys_between(a, s, first_position, last_position, a.window_left, a.window_right);
 }
 
 PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, int64_t token) {

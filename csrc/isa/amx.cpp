@@ -41,7 +41,7 @@ template <int ROWS>
 bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, float* workspace) {
   static constexpr AmxRowsRegisters<ROWS> registers;
   _tile_loadconfig(&registers);
-  const bool finite = decode_amx<ROWS>(a, sequence_at(a, task.sequence), task, workspace);
+  const bool finite = decode_amx<ROWS>(a, sequence_of(a, task), task, workspace);
   _tile_release();
   return finite;
 }
@@ -50,7 +50,7 @@ void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* wo
   const int64_t rows = rows_of(a, task);
   const int64_t wanted = register_rows(rows);
   if (a.batch_invariant) {
-    const Sequence s = sequence_at(a, task.sequence);
+    const Sequence s = sequence_of(a, task);
     return wanted == 4   ? decode_amx_invariant<4>(a, s, task, workspace)
            : wanted == 8 ? decode_amx_invariant<8>(a, s, task, workspace)
                          : decode_amx_invariant<16>(a, s, task, workspace);
@@ -75,7 +75,7 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
   if (task.few_rows) return attend_few_rows(a, task, workspace);
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
-  prefill_amx(a, sequence_at(a, task.sequence), task, workspace);
+  prefill_amx(a, sequence_of(a, task), task, workspace);
   _tile_release();
 }
 

@@ -64,7 +64,7 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  const Sequence s = sequence_at(a, task.sequence);
+  const Sequence s = sequence_of(a, task);
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
   if (task.few_rows && suits_fixed(a)) return attend_rows_in_fixed_point(a, s, task, workspace);
 #endif

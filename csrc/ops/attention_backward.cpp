@@ -59,7 +59,7 @@ struct BackwardArguments {
   // The call whose backward this is.
   AttentionArguments forward() const {
     return {.next = next,
-            .has_layout = has_layout,
+            .form = has_layout ? Form::layout : Form::plain,
             .q = q,
             .k = k,
             .v = v,

@@ -61,20 +61,20 @@ void run(Attention& a) {
 }
 
 // Logs the first call of each kind.
-void announce(const char* op, int which, const Attention& a) {
-  static Announced announced[3][2];
+void announce(const char* op, Form form, const Attention& a) {
+  static Announced announced[4][2];
   const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
-  announced[which][has_pairs].once(op, has_pairs);
+  announced[int(form)][has_pairs].once(op, has_pairs);
 }
 
 }  // namespace
 
-void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
+void attention(const char* op, Form form, StableIValue* stack, uint64_t num_args) {
   Arguments arguments(op, stack, num_args);
-  const AttentionArguments x = {arguments, has_layout, /*has_out=*/false};
+  const AttentionArguments x = {arguments, form};
   Attention a = {};
   if (arguments.recorded(arguments.are_readable() && accept_attention(x, a), 2)) return;
-  announce(op, has_layout ? 1 : 0, a);
+  announce(op, form, a);
   Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
   Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
   a.out = out.mutable_data_ptr();
@@ -89,10 +89,10 @@ void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t nu
 void attention_out(StableIValue* stack, uint64_t num_args) {
   constexpr const char* op = "flash_varlen_out";
   Arguments arguments(op, stack, num_args);
-  const AttentionArguments x = {arguments, /*has_layout=*/false, /*has_out=*/true};
+  const AttentionArguments x = {arguments, Form::into_out};
   Attention a = {};
   arguments.require(arguments.are_readable() && accept_attention(x, a));
-  announce(op, 2, a);
+  announce(op, Form::into_out, a);
   bump_version(x.out.handle);
   Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
   a.out = x.out.mutable_data();

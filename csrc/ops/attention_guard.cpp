@@ -7,6 +7,7 @@
 
 #include "../core/paged_kv.h"
 #include "attention_call.h"
+#include "selected_guard.h"
 
 namespace paged_attn {
 namespace {
@@ -25,7 +26,7 @@ bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
 }
 
 bool accept_shapes(const AttentionArguments& x, Attention& a) {
-  const bool paged = bool(x.block_table);
+  const bool paged = x.block_table || x.are_slots();
   const int64_t kv_dim = paged ? 4 : 3;
   if (x.q.dim != 3 || x.k.dim != kv_dim || x.v.dim != kv_dim) return false;
   if (!is_query_type(x.q.dtype)) return false;
@@ -65,8 +66,9 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   if (x.k_start && paged) return false;
   if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch})))
     return false;
-  if (paged && (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
-                x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
+  if (x.block_table &&
+      (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
+       x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
     return false;
   return x.max_seqlen_q >= 0 && x.max_seqlen_k >= 0;
 }
@@ -346,7 +348,7 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
       if (s.k_len > int64_t(bounds(b + 1)) - bounds(b)) return false;
     }
     if (x.attn_bias && s.q_len > 0 && s.k_len > x.attn_bias.size(2)) return false;
-    if (paged) {
+    if (paged && !a.selection.enabled) {
       const int64_t pages = s.k_len / a.page_size + (s.k_len % a.page_size != 0);
       if (pages > x.block_table.size(1)) return false;
       const KeyRange keys = s.q_len ? visible_keys(a, s, 0, s.q_len - 1) : KeyRange{0, 0};
@@ -358,7 +360,7 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
     }
     if (a.layout.crow && !accept_layout_rows(a, s)) return false;
   }
-  return true;
+  return !a.selection.enabled || accept_list_values(x, a);
 }
 
 }  // namespace
@@ -368,6 +370,7 @@ bool accept_attention(const AttentionArguments& x, Attention& a) {
   if (x.has_out && !accept_out(x, a)) return false;
   if (x.crow_indices && !accept_layout(x, a)) return false;
   fill_in(x, a);
+  if (x.has_lists && !accept_lists(x, a)) return false;
   return accept_values(x, a);
 }
 

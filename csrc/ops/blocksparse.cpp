@@ -5,7 +5,7 @@
 namespace {
 
 void blocksparse(StableIValue* stack, uint64_t num_args, uint64_t) {
-  paged_attn::attention("blocksparse", /*has_layout=*/true, stack, num_args);
+  paged_attn::attention("blocksparse", paged_attn::Form::layout, stack, num_args);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// flash_varlen_plan and blocksparse_plan: what a call would do, as JSON. Nothing is computed.
+// flash_varlen_plan and so on: what a call would do, as JSON. Nothing is computed.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -34,11 +34,11 @@ std::string described(const Attention& a) {
   return text + "}";
 }
 
-void plan(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
+void plan(const char* op, Form form, StableIValue* stack, uint64_t num_args) {
   std::string text;
   {
     Arguments arguments(op, stack, num_args);
-    const AttentionArguments x = {arguments, has_layout, /*has_out=*/false};
+    const AttentionArguments x = {arguments, form};
     Attention a = {};
     arguments.require(arguments.are_readable() && accept_attention(x, a));
     text = described(a);
@@ -47,11 +47,15 @@ void plan(const char* op, bool has_layout, StableIValue* stack, uint64_t num_arg
 }
 
 void flash_varlen_plan(StableIValue* stack, uint64_t num_args, uint64_t) {
-  plan("flash_varlen", /*has_layout=*/false, stack, num_args);
+  plan("flash_varlen", Form::plain, stack, num_args);
 }
 
 void blocksparse_plan(StableIValue* stack, uint64_t num_args, uint64_t) {
-  plan("blocksparse", /*has_layout=*/true, stack, num_args);
+  plan("blocksparse", Form::layout, stack, num_args);
+}
+
+void selected_attention_plan(StableIValue* stack, uint64_t num_args, uint64_t) {
+  plan("selected_attention", Form::lists, stack, num_args);
 }
 
 }  // namespace
@@ -60,4 +64,5 @@ void blocksparse_plan(StableIValue* stack, uint64_t num_args, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
   m.impl("flash_varlen_plan", &paged_attn::flash_varlen_plan);
   m.impl("blocksparse_plan", &paged_attn::blocksparse_plan);
+  m.impl("selected_attention_plan", &paged_attn::selected_attention_plan);
 }

@@ -5,7 +5,7 @@
 namespace {
 
 void flash_varlen(StableIValue* stack, uint64_t num_args, uint64_t) {
-  paged_attn::attention("flash_varlen", /*has_layout=*/false, stack, num_args);
+  paged_attn::attention("flash_varlen", paged_attn::Form::plain, stack, num_args);
 }
 
 void flash_varlen_out(StableIValue* stack, uint64_t num_args, uint64_t) {

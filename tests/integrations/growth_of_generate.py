@@ -39,3 +39,14 @@ def verify(steps):
     with torch.inference_mode():
         for step in range(steps):
             made(torch.full((1, 5 if step else 30), 5), past_key_values=cache)
+
+
+def kinds_of_generate(arch, steps):
+    """How many kinds of calls the host worked out in `steps` tokens."""
+    from kernel_counts import counted
+
+    from torch_paged_attn.backends.triton.runtime import launch_cache
+
+    with counted(arch):
+        generate("dynamic", steps, False)
+        return len(launch_cache._kinds)

@@ -30,3 +30,8 @@ def test_no_length_is_compiled_in(call, process):
 
     kernels = counted_in(process, "sm90", *call)
     assert 0 < len(kernels) <= MOST, kernels.report()
+
+
+def test_steps_of_a_cache_that_grows_are_one_kind(process):
+    """Of the prompt and of its tokens: what is worked out for a kind takes longer than the rest."""
+    assert process.submit(loops.kinds_of_generate, "sm90", 20).result() == 2

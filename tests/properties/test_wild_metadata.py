@@ -7,7 +7,7 @@ from served import HAS
 
 import torch_paged_attn
 from torch_paged_attn.testing import build
-from torch_paged_attn.testing.strategies import layouts, problems
+from torch_paged_attn.testing.strategies import layouts, problems, selected_problems
 
 # values near the edges of what a small call allows, and the worst an int32 can be
 WILD = st.one_of(st.integers(-3, 12), st.sampled_from((-(2**31), -(2**31) + 1, 2**31 - 1, 2**30)))
@@ -20,6 +20,8 @@ METADATA = (
     "q_position",
     "crow_indices",
     "col_indices",
+    "key_indices",
+    "num_selected",
 )
 
 
@@ -31,8 +33,7 @@ def outcome(call):
     return ""
 
 
-@given(problems(st.one_of(st.none(), layouts), optional=HAS), st.data())
-def test_attention(problem, data):
+def assert_refused_as_explained(problem, data):
     call = build(problem)
     names = [n for n in METADATA if call.args.get(n) is not None and call.args[n].numel()]
     for _ in range(data.draw(st.integers(1, 3), "changes")):
@@ -42,6 +43,16 @@ def test_attention(problem, data):
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     explain = getattr(torch.ops.paged_attn, f"{call.op}_error")
     assert outcome(lambda: call.run()) == explain(**args)
+
+
+@given(problems(st.one_of(st.none(), layouts), optional=HAS), st.data())
+def test_attention(problem, data):
+    assert_refused_as_explained(problem, data)
+
+
+@given(selected_problems(), st.data())
+def test_selected_attention(problem, data):
+    assert_refused_as_explained(problem, data)
 
 
 @given(

@@ -11,11 +11,11 @@ def drawn_rng_state(device: torch.device) -> Tensor:
     another seed there, so that the gradients are those of another mask (pytorch issue 190758). The
     seed is then an input of the graph that follows, which saves it.
     """
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # it imports torch._dynamo, which takes seconds where nothing else does
         from torch_paged_attn.integrations import _dropout_graphs
 
-        if torch.is_grad_enabled() and _dropout_graphs.may_be_drawn_again():
+        if _dropout_graphs.may_be_drawn_again():
             return _dropout_graphs.draw_outside_graphs(device)
     return draw(device)
 

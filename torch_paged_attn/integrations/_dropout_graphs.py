@@ -22,6 +22,8 @@ def may_be_drawn_again() -> bool:
     """Whether the partitioner of the graph that is traced may move random numbers to the backward.
     Evaluated while the graph is traced.
     """
+    if torch.compiler.is_exporting():  # asked here: torch 2.11 traces it as always true
+        return False
     # since torch 2.13: the budget of a region, which torch keeps with the nodes that it traces
     key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
     region = (traceback.current_meta.get("custom") or {}).get(key, 1.0)

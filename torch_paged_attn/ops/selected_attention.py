@@ -39,6 +39,7 @@ _selected_attention = operator_of(
         call=AttentionCall.selected_attention,
         derivative=AttentionDerivative("selected_attention"),
         autocast=True,
+        has_plan=True,
     )
 )
 

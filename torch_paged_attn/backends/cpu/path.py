@@ -31,7 +31,7 @@ def products(isa: str, has_pairs: bool) -> str:
 def kernel_name(op: str, has_pairs: bool) -> str:
     """The kernels of an op on this machine's instruction set."""
     isa, _ = instruction_sets()
-    is_attention = op.startswith(("flash_varlen", "blocksparse"))
+    is_attention = op.startswith(("flash_varlen", "blocksparse", "selected_attention"))
     return f"{isa}, products of {products(isa, has_pairs)}" if is_attention else isa
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import key_lengths
-from torch_paged_attn.backends.cpu.selected_attention import announce
+from torch_paged_attn.backends.cpu.gathered import announce
 from torch_paged_attn.ops.attention_checks import check_attention_values
 from torch_paged_attn.selection_calls import SelectKeysCall
 

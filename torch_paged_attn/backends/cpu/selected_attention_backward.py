@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.cpu.selected_attention import Chunk, announce, chunks
+from torch_paged_attn.backends.cpu.gathered import Chunk, announce, chunks
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.selected_checks import check_selected_values
 

@@ -1,8 +1,6 @@
-"""`selected_attention` on CPUs, composed of PyTorch operators until the library has a kernel.
-
-Selected keys are gathered for one token at a time, so that a token's bits do not depend on others;
-of long lists some entries at a time, whose partial results are merged as in FlashAttention. So
-memory is bounded. Products and sums are float32.
+"""Selected keys, gathered for one token at a time, of long lists some entries at a time: what ops
+are composed of for which the library has no kernel. Memory is bounded. Products and sums are
+float32.
 """
 
 import dataclasses
@@ -15,11 +13,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.cpu.path import NO_KERNEL
 from torch_paged_attn.ops import paths
-from torch_paged_attn.ops.selected_checks import (
-    check_selected_values,
-    selected_keys,
-    sequence_of,
-)
+from torch_paged_attn.ops.selected_checks import selected_keys, sequence_of
 
 # float32 numbers in the gathered rows of a chunk
 MOST_GATHERED = 2**22
@@ -28,46 +22,6 @@ MOST_GATHERED = 2**22
 def announce(op: str) -> None:
     """Log that an op has no kernel, when it runs for the first time."""
     paths.announce(op, "cpu", "composed of PyTorch operators", NO_KERNEL)
-
-
-def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.selected_attention`."""
-    call = AttentionCall.selected_attention(*args, **kwargs)
-    check_selected_values(call)
-    announce("selected_attention")
-    shape = call.total_q, call.num_heads
-    out = torch.zeros(*shape, call.head_dim_v, dtype=torch.float32, device=call.q.device)
-    lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=call.q.device)
-    for rows, parts in chunks(call):
-        kv_heads, group_size = call.num_kv_heads, call.group_size
-        m = lse.new_full((1, kv_heads, group_size, 1), float("-inf"))
-        total = torch.zeros_like(m)
-        acc = out.new_zeros(1, kv_heads, group_size, call.head_dim_v)
-        for entries in parts:
-            chunk = Chunk.of(call, rows, entries)
-            logits = chunk.logits()
-            m_new = torch.maximum(m, logits.amax(-1, keepdim=True))
-            shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
-            shrink = (m - shift).exp()
-            p = (logits - shift).exp()
-            total = total * shrink + p.sum(-1, keepdim=True)
-            acc = acc * shrink + p @ chunk.v
-            m = m_new
-        m, total, acc = (x.flatten(1, 2) for x in (m, total, acc))  # (rows, heads, ...)
-        if call.sinks is not None:
-            sink = call.sinks[:, None]
-            shift = torch.maximum(m, sink)
-            shrink = (m - shift).exp()
-            total, acc = total * shrink + (sink - shift).exp(), acc * shrink
-            m = shift
-        out[rows] = acc / total.masked_fill(total == 0.0, 1.0)
-        lse[rows] = (m + total.log())[..., 0].masked_fill(total[..., 0] == 0.0, float("-inf"))
-    if call.out_scale is not None:
-        out /= call.out_scale
-    if call.result_dtype.itemsize == 1:
-        limit = torch.finfo(call.result_dtype).max
-        out.clamp_(-limit, limit)
-    return out.to(call.result_dtype), lse.T.contiguous()
 
 
 def chunks(call: AttentionCall) -> Iterator[tuple[slice, list[slice]]]:
