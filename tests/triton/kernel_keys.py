@@ -54,6 +54,7 @@ if __name__ == "__main__":
     JITFunction.warmup = JITFunction.run = _ask  # type: ignore[method-assign]
     # as on a GPU
     launch_cache.IS_KNOWN, launch_cache.current_device = True, lambda: 0
+    launch_cache.refuse_host = lambda pointers: None  # they stay on the CPU
     found = functions()
     for name in sorted(found, reverse=len(sys.argv) > 1):
         launch(found[name])

@@ -191,6 +191,7 @@ class Kernel:
 def known(monkeypatch):
     """Triton is the known one, and there is a GPU 0."""
     monkeypatch.setattr(launch_cache, "IS_KNOWN", True)
+    monkeypatch.setattr(launch_cache, "refuse_host", lambda pointers: None)
     monkeypatch.setattr(launch_cache, "current_device", lambda: 0)
     monkeypatch.setattr(launch_cache, "current_stream", lambda device: STREAM + device)
     monkeypatch.setattr(launch_cache, "ready_kernel", Kernel.ready)
@@ -217,6 +218,15 @@ def test_a_launch_is_compiled_by_triton_once_and_hands_over_addresses(known):
         (*fixed, 11, (q.data_ptr(), None), 5, 4, 64),
     ]
     assert len(kernel.compiled) == 1 and not kernel.by_triton
+
+
+def test_a_tensor_of_the_host_is_refused_before_a_launch(known, monkeypatch):
+    monkeypatch.undo()  # what lets the other tests give tensors of the host
+    monkeypatch.setattr(launch_cache, "IS_KNOWN", True)
+    kernel = Kernel()
+    with pytest.raises(ValueError, match=r"expected tensors on a GPU, got \(4,\) on cpu"):
+        some(kernel)(None, (torch.zeros(4), None))
+    assert not kernel.compiled and not kernel.by_launcher
 
 
 def test_a_new_number_of_tokens_takes_the_kernel_that_is_there(known):

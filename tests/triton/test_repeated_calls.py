@@ -34,6 +34,7 @@ class Launches:
         target._of_gpu = lambda index: chip
         torch.cuda.current_device = lambda: 0
         launch_cache.IS_KNOWN = True
+        launch_cache.refuse_host = lambda pointers: None  # they stay on the CPU
         launch_cache.current_device = lambda: 0
         launch_cache.current_stream = lambda device: 0
         launch_cache.ready_kernel = self.ready_kernel

@@ -243,6 +243,19 @@ def _kind(x: Any) -> Any:
     return x if x is None else (x.base.dtype, tuple(x.block_shape), repr(x.layout))
 
 
+def refuse_host(pointers: tuple[Any, ...]) -> None:
+    """Raise for a tensor that no GPU holds, as Triton's own launcher does: the driver would read
+    its address, after which no call of the process works.
+    """
+    for x in pointers:
+        if isinstance(x, tuple):
+            refuse_host(x)
+        elif isinstance(x, Tensor) and not x.is_cuda:
+            raise ValueError(
+                f"a kernel's launch: expected tensors on a GPU, got {tuple(x.shape)} on {x.device}"
+            )
+
+
 def _exactly(x: Any) -> Any:
     """A number or a tuple of numbers, with their types: 1, 1.0 and True are equal in Python, but
     kernels are compiled for each of them.
@@ -343,6 +356,7 @@ class Launch:
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
         """Take a kernel from the cache, or let Triton find or compile one, and launch it."""
+        refuse_host(pointers)
         settle_key(self.kernel)  # before it is hashed: a kernel's hash is that of its key
         key = current_device(), compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
