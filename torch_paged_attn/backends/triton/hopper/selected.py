@@ -36,7 +36,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 
 # registers of a consumer's thread, and column boxes in which half of a block's columns arrive
-REGISTERS = 216
+REGISTERS = 224
 COLUMN_BOXES = 2
 
 # a tile has this many heads, or BLOCK_M for more (`selected_few_heads.py`)
@@ -45,8 +45,8 @@ FEW_HEADS = 16
 # keys of a pair of blocks, and elements of the pieces that a thread copies
 PAIR, PIECE = 128, 8
 
-# with so many tokens to each group of programs, tokens are not shared
-MANY_TOKENS = 16
+# with more tokens than this to each group of programs, all groups have a share
+FEW_TOKENS = 8
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -127,11 +127,12 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
     groups share a token; and float32 numbers of the workspace."""
     pairs, tokens = pairs_of(call), call.total_q
     room = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
-    if call.is_batch_invariant or tokens >= MANY_TOKENS * room:
-        return max(min(room, tokens), 1), 1, 0
-    groups = min(even_groups(max(tokens, 1), room), tokens * pairs)
-    if tokens % max(groups, 1) == 0:
-        return max(groups, 1), 1, 0
+    if call.is_batch_invariant:
+        return min(room, tokens), 1, 0
+    groups = room if tokens > FEW_TOKENS * room else even_groups(tokens, room)
+    groups = min(groups, tokens * pairs)
+    if tokens % groups == 0:
+        return groups, 1, 0
     parts = 2 * groups * options.HEAD_TILES  # two of each program
     return groups, pairs, parts * options.ROWS * (HEAD_DIM_V + 2)
 

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.mla_consumer import add_sink
 from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     HALF,
     KEYS,
@@ -25,6 +24,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     opaque_zero,
 )
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
+from torch_paged_attn.backends.triton.hopper.selected_consumer import add_sink
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.softmax import LN2, RESCALE_THRESHOLD
 from torch_paged_attn.backends.triton.hopper.work_info import (

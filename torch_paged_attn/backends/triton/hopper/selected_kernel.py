@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_paged_attn.backends.triton.hopper.mla_consumer import consume_latent
 from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     LatentPipelines,
     new_exchange,
@@ -15,6 +14,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_seen_keys,
 )
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
+from torch_paged_attn.backends.triton.hopper.selected_consumer import consume_lists
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
@@ -30,7 +30,7 @@ def _registers(of_consumer):
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     """What partition NUMBER of a program's warps does."""
     if NUMBER < 2:
-        consume_latent(params, pipelines, OPTIONS, NUMBER)
+        consume_lists(params, pipelines, OPTIONS, NUMBER)
     else:
         produce_lists(params, pipelines, OPTIONS)
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS, ROWS
 from torch_paged_attn.backends.triton.hopper.producer import (
     let_next_kernel_start,
     wait_for_kernel_before,
@@ -199,6 +199,27 @@ def _pieces_of(row):
 
 
 @gluon.jit
+def _prefetch(rows, params, OPTIONS: gl.constexpr):
+    """Have the chip's cache load the values of a block that is copied later. Not for few heads,
+    whose products take less time than the copies: requests for the same lines would slow those."""
+    if OPTIONS.PACKED_HEADS == ROWS:
+        _prefetch_lines(rows, params)
+
+
+@gluon.jit
+def _prefetch_lines(rows, params):
+    """Ask for the lines of 128 bytes that hold the values in these rows."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    row = gl.where(rows.is_seen, rows.latent, 0)
+    row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, layout)), 1)
+    line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, layout)), 0)
+    at = params.pointers.latents + (row * PIECE + line * BOX)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
 def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
     """Copy a quarter of pair n (see `mla_pipeline.py`), of keys in these rows."""
     COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
@@ -296,10 +317,12 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
             key = _entries_of(entry + KEYS, listed, params)
             _copy_block(n, rows, params, pipelines, OPTIONS, 0)
             rows = _rows_of(key, listed, params, OPTIONS)
+            _prefetch(rows, params, OPTIONS)
             entry += 2 * KEYS
             key = _entries_of(entry, listed, params)
             _copy_block(n, rows, params, pipelines, OPTIONS, 1)
             rows = _rows_of(key, listed, params, OPTIONS)
+            _prefetch(rows, params, OPTIONS)
             n += 1
         left -= units
         token += 1
