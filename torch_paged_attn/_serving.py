@@ -2,8 +2,9 @@
 
 Which kernel a call takes follows from the numbers of its sequences and queries and from two hints.
 `Serving.steps` lists combinations of them, closer together where kernels change, far more than
-there are kernels. Processes without a GPU plan them all and compile what is missing; the engine's
-process then makes one call for each kernel, which loads it.
+there are kernels. Processes without a GPU plan some of each line of them, by which kernels these
+take, and compile what is missing; the engine's process then makes one call for each kernel, which
+loads it.
 """
 
 from __future__ import annotations
@@ -55,9 +56,17 @@ def _key_hints(most: int) -> list[int]:
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
 
 
+def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
+    return isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]
+
+
 class Calls(Sequence[Callable[[], None]]):
     """A call for each size: a number of tokens that are written, or a step of attention. Far more
     than are made, so each is put together when it is asked for.
+
+    Attributes:
+        lines: ranges of neighbours that differ in max_seqlen_k alone, which increases. Along most
+            lines kernels change once or never
     """
 
     def __init__(
@@ -67,6 +76,8 @@ class Calls(Sequence[Callable[[], None]]):
         sizes: list[int | Step],
     ) -> None:
         self._write, self._attend, self._sizes = write, attend, sizes
+        ends = [i for i in range(1, len(sizes)) if not _are_on_a_line(sizes[i - 1], sizes[i])]
+        self.lines = list(map(range, [0, *ends], [*ends, len(sizes)]))
 
     def __len__(self) -> int:
         return len(self._sizes)

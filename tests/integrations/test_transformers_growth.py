@@ -22,8 +22,10 @@ def process():
         (loops.generate, "static", STEPS, False),
         (loops.generate, "dynamic", STEPS, False, 37),
         (loops.verify, STEPS),
+        (loops.quantised, STEPS),
+        (loops.batches, 24),
     ],
-    ids=["dynamic", "padded", "static", "sliding", "guessed"],
+    ids=["dynamic", "padded", "static", "sliding", "guessed", "quantised", "batches"],
 )
 def test_no_length_is_compiled_in(call, process):
     from kernel_counts import counted_in

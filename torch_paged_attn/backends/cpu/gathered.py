@@ -5,7 +5,6 @@ float32.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
