@@ -36,6 +36,8 @@ def units_of(call: AttentionCall) -> int:
     selection = call.selection
     assert selection is not None
     keys = call.k.shape[0]
-    if call.is_paged:
-        keys = call.page_size * (keys if call.is_slots else call.block_table.shape[1])
+    if call.block_table is not None:
+        keys = call.block_table.shape[1] * call.page_size
+    elif call.is_slots:
+        keys *= call.page_size
     return max(-(-keys // selection.select_size), 1)
