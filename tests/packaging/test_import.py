@@ -102,6 +102,7 @@ SHARED_BY_KERNELS = (
     "page_sizes",
     "seqlen_info",
     "softmax",
+    "unit_items",
 )
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments

@@ -13,7 +13,8 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
-from torch_paged_attn.backends.triton.unit_lists import UnitLists, make_unit_lists
+from torch_paged_attn.backends.triton.unit_items import UnitLists
+from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
 from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
 

@@ -27,7 +27,7 @@ MOST_SCORES = 2**25
 # tokens that share a tile of keys, at most
 MOST_TOKENS = 64
 # queries, token by head, that are multiplied at once on Hopper
-COLUMNS = 128
+COLUMNS = 64
 # scores that a program reads at a time to pool them, and to select
 POOLED, READ = 2048, 4096
 

@@ -15,6 +15,7 @@ from torch_paged_attn.backends.triton.portable.selected_kernel import (
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
 from torch_paged_attn.ops.selected_checks import check_selected
 
 
@@ -41,7 +42,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         hopper.selected_attention(call, out, lse)
         return out, lse
     if (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
-        selected_units.attend(call, out, lse)
+        selected_units.attend(call, out, lse, make_unit_lists)
         return out, lse
     target = target_of(call.q.device)
     config = selected.config_of(call, target)

@@ -7,8 +7,6 @@ bucket's entries may change from call to call: nothing may depend on it. Nothing
 host.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,46 +15,26 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable import selected
 from torch_paged_attn.backends.triton.portable.selected_keys import find_token
-from torch_paged_attn.backends.triton.portable.tiles import key_bound
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
-
-# words of an item: the number of its first entry in `entries`, how many it has, the unit, its
-# sequence and KV head, one past the last key that a token of the unit sees, and whether a token of
-# it does not see all of its keys
-ITEM_WORDS = tl.constexpr(8)
-FIRST, COUNT, UNIT, BATCH, HEAD, STOP, IS_CUT = (tl.constexpr(i) for i in range(7))
+from torch_paged_attn.backends.triton.unit_items import (
+    BATCH,
+    COUNT,
+    FIRST,
+    HEAD,
+    IS_CUT,
+    ITEM_WORDS,
+    STOP,
+    UNIT,
+    UnitLists,
+    units_of,
+)
 
 # tokens of a program that counts; buckets that are added up, and entries that are put in order, at
 # a time
 TOKENS, BUCKETS, ENTRIES = 32, 4096, 1024
 # larger than every position
 FAR = tl.constexpr(2**30)
-
-
-class UnitLists(NamedTuple):
-    """`entries` has the numbers of all entries that count, bucket by bucket, and `rows` their query
-    rows. `items` `(most, 8)` are runs of entries of one bucket each, of which `num_items` `(1,)`
-    are filled in. `buckets` `(rows, G, K)` says which entries count: it is -1 for others.
-    `last_keys` `(rows,)`: the last key that a token may see. All int32; entries are numbered from
-    query row `first_row` on.
-    """
-
-    entries: Tensor
-    rows: Tensor
-    items: Tensor
-    num_items: Tensor
-    buckets: Tensor
-    last_keys: Tensor
-    first_row: int
-
-
-def units_of(call: AttentionCall) -> int:
-    """How many units a sequence may have, or a cache if entries name units of it."""
-    selection = call.selection
-    assert selection is not None
-    keys = call.k.shape[0] * call.page_size if call.is_slots else key_bound(call)
-    return max(cdiv(keys, selection.select_size), 1)
 
 
 def buckets_of(call: AttentionCall) -> int:

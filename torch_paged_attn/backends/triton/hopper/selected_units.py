@@ -4,6 +4,7 @@ such.
 Keys and values of a unit are read once for all of its tokens; see `unit_kernel.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.softmax import LOG2E
-from torch_paged_attn.backends.triton.unit_lists import UnitLists, make_unit_lists, units_of
+from torch_paged_attn.backends.triton.unit_items import UnitLists, units_of
 
 # heads that share a unit, keys of a unit, and widths that the kernel has tiles for
 GROUPS, UNITS, WIDTHS = (8, 16, 32, 64), (64, 128), (64, 128)
@@ -117,8 +118,11 @@ def options_of(call: AttentionCall) -> UnitOptions:
     )
 
 
-def attend(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
-    """Write the results of a call for which `unsupported` has no reason."""
+def attend(
+    call: AttentionCall, out: Tensor, lse: Tensor, make_lists: Callable[..., UnitLists]
+) -> None:
+    """Write the results of a call for which `unsupported` has no reason. `make_lists` is
+    `unit_lists.make_unit_lists`."""
     selection = call.selection
     assert selection is not None
     target, options = target_of(call.q.device), options_of(call)
@@ -129,7 +133,7 @@ def attend(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     step = cdiv(call.total_q, max(chunks, 1))
     for first in range(0, call.total_q, step):
         rows = slice(first, min(first + step, call.total_q))
-        lists = make_unit_lists(call, target, rows, MOST_ENTRIES, options.TOKENS)
+        lists = make_lists(call, target, rows, MOST_ENTRIES, options.TOKENS)
         _attend_rows(call, lists, options, out, lse)
 
 

@@ -9,7 +9,7 @@ BLOCK_M, MOST_ENTRIES = 64, 128
 class UnitPointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
-    entries: Any  # these five: of `unit_lists.UnitLists`
+    entries: Any  # these five: of `unit_items.UnitLists`
     rows: Any
     items: Any
     num_items: Any

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.unit_arguments import UnitParams, UnitSizes
-from torch_paged_attn.backends.triton.unit_lists import (
+from torch_paged_attn.backends.triton.unit_items import (
     BATCH,
     COUNT,
     FIRST,

@@ -82,19 +82,19 @@ def _count_parts(
     """How many scores reach lo + step, lo + 2 step, ..., which end before hi."""
     thresholds, counts = (), ()
     for i in tl.static_range(1, PARTS):
-        thresholds += (_as_float(tl.minimum(lo + step * i, hi - 1)),)
-        counts += (tl.zeros([COUNTERS], tl.int32),)
+        thresholds += (_as_float(tl.minimum(lo + step * i, hi - 1)),)  # type: ignore[assignment]
+        counts += (tl.zeros([COUNTERS], tl.int32),)  # type: ignore[assignment]
     for u0 in tl.range(0, num_there, UNITS):
         _, score, _ = _load_scores(
             u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
         )
         more = ()
         for i in tl.static_range(PARTS - 1):
-            more += (_added(counts[i], score >= thresholds[i]),)
+            more += (_added(counts[i], score >= thresholds[i]),)  # type: ignore[assignment]
         counts = more
     totals = ()
     for i in tl.static_range(PARTS - 1):
-        totals += (tl.sum(counts[i], 0),)
+        totals += (tl.sum(counts[i], 0),)  # type: ignore[assignment]
     return totals
 
 
