@@ -83,9 +83,10 @@ def compile_model(asked: argparse.Namespace) -> None:
         start = time.perf_counter()
         for layer in layers:
             print(layer)
-        for name, new in compiler.compile_into(asked.out, jobs, arch, count, processes):
-            seconds = time.perf_counter() - start
-            print(f"{new:5d} kernels  {seconds:6.1f} s  {name[:100]}", flush=True)
+        found = compiler.compile_into(asked.out, jobs, arch, count, processes)
+        for name, kernels in found.items():
+            print(f"{kernels:5d} kernels for {name[:120]}")
+        print(f"{time.perf_counter() - start:.1f} s")
     except ValueError as error:
         sys.exit(f"compile: {error}")
     files = [x for x in asked.out.rglob("*") if x.is_file()]

@@ -149,23 +149,36 @@ def latent_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]
 
 def generate_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:
     """What `warmup` does not call: keys in dense caches, as those of Transformers' `generate`, and
-    `flash_attn_with_kvcache` with new tokens.
+    flash-attn's functions.
     """
+    from torch_paged_attn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
     new = _New(layer, sizes, device)
     options, shape = new.options(), (layer.num_kv_heads, layer.head_dim)
     attend = functools.partial(flash_varlen, **options)
-    dense, pages = new(64, *shape), new(2, 64, sizes.page_size, *shape, dtype=sizes.kv_dtype)
+    packed, pages = new(64, *shape), new(2, 64, sizes.page_size, *shape, dtype=sizes.kv_dtype)
     paged = {n: x for n, x in options.items() if n != "alibi_slopes"} | new.descales()
+    has_names = not layer.has_sinks and not layer.has_slopes  # in flash-attn's functions
+    named = {n: options[n] for n in ("softmax_scale", "softcap", "causal")}
+    named["window_size"] = layer.window, layer.window
     calls: list[Call] = []
     for batch, queries, keys in new.shapes():
         q, used = new.queries(batch * queries), new.ints(batch)
         lengths = new.ints(batch + 1), None, queries, keys, used
-        calls.append(functools.partial(attend, q, dense, dense, *lengths, k_start=used))
+        rows = q.view(batch, queries, *q.shape[1:])
+        fresh = new(batch, queries, *shape)
+        calls.append(functools.partial(attend, q, packed, packed, *lengths, k_start=used))
         if batch * queries <= MOST_TOKENS and not layer.has_slopes:
-            fresh = new(batch, queries, *shape)
-            given = q.view(batch, queries, *q.shape[1:]), *pages, fresh, fresh, used
+            given = rows, *pages, fresh, fresh, used
             table = new.table(batch, keys)
             calls.append(functools.partial(append_and_attend, *given, table, **paged))
+        if has_names and batch * keys <= sizes.max_tokens:
+            dense = new(batch, keys, *shape)
+            calls.append(functools.partial(flash_attn_func, rows, dense, dense, **named))
+            cached = functools.partial(
+                flash_attn_with_kvcache, rows, dense, dense, cache_seqlens=used, **named
+            )
+            calls += cached, functools.partial(cached, k=fresh, v=fresh)
     return calls
 
 

@@ -172,9 +172,10 @@ def _make_calls(
             for dim in dims
         )
         for tokens in sizes_up_to(max_tokens):
-            # a negative slot writes nothing
-            slots = torch.full((tokens,), -1, device=device)
-            reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
+            # a negative slot writes nothing; PagedKVCache has slots of 32 bits, engines of 64
+            for of_slots in (torch.int64, torch.int32):
+                slots = torch.full((tokens,), -1, dtype=of_slots, device=device)
+                reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
     attend: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
     with torch.inference_mode():
         lengths_of_queries = [*sizes_up_to(max_tokens), *RAGGED]

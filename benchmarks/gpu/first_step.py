@@ -203,7 +203,7 @@ def main() -> None:
         command = [sys.executable, "-m", "torch_paged_attn", "compile", *arguments]
         subprocess.run(command, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
         found["compile"] = round(time.perf_counter() - start, 1)
-        for warms_up in (True, False):
+        for warms_up in (False, True):
             caches = {x: folder / f"{x}-{warms_up}" for x in ("travelled", "cold")}
             for kind in KINDS:
                 changed = {

@@ -13,14 +13,14 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
-from torch_paged_attn.backends.triton.unit_lists import ITEMS, TILES, UnitLists, make_unit_lists
+from torch_paged_attn.backends.triton.unit_lists import UnitLists, make_unit_lists
 from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16
 CHUNK = ((6, 300), (9, 0), (1, 77), (0, 0), (3, -2))
-# entries of a tile
-TOKENS = 2
+# entries of an item, at most
+MOST = 4
 M3 = Selected(3, 128, "kv", own=True)
 
 PROBLEMS = {
@@ -48,7 +48,7 @@ PROBLEMS = {
 
 
 def _new_lists(call: AttentionCall, rows: slice):
-    return make_unit_lists(call, HOPPER, rows, TOKENS)
+    return make_unit_lists(call, HOPPER, rows, MOST, 2)
 
 
 class Item(NamedTuple):
@@ -61,11 +61,11 @@ class Item(NamedTuple):
     head: int
     stop: int
     is_cut: int
-    tile: int
+    spare: int
 
 
 def _items(lists: UnitLists) -> list[Item]:
-    return [Item(*words) for words in lists.items[: int(lists.totals[ITEMS.value])].tolist()]
+    return [Item(*words) for words in lists.items[: int(lists.num_items)].tolist()]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -79,13 +79,10 @@ def test_lists_name_each_seen_unit_once(name):
     counts = is_seen.any(-1)
     assert torch.equal(lists.buckets[:total] >= 0, counts)
     assert (lists.buckets[total:] < 0).all()
-    found, tiles, of_tile = [], 0, []
-    for number, item in enumerate(_items(lists)):
-        assert item.count > 0 and item.tile == tiles
-        tiles += -(-item.count // TOKENS)
-        of_tile += [number] * (tiles - item.tile)
+    found = []
+    for item in _items(lists):
+        assert 0 < item.count <= MOST
         of_item = slice(item.first, item.first + item.count)
-        reach, is_cut = 0, False
         for entry, row in zip(lists.entries[of_item].tolist(), lists.rows[of_item], strict=True):
             token, group, k = (
                 entry // (units.shape[2] * groups),
@@ -95,16 +92,19 @@ def test_lists_name_each_seen_unit_once(name):
             assert row == token and item.head == group and item.unit == units[token, group, k]
             seen = int(is_seen[token, group, k].sum())
             assert seen == min(int(lists.last_keys[token]) + 1 - item.unit * size, size)
-            reach, is_cut = max(reach, item.unit * size + seen), is_cut or seen < size
+            # of the whole bucket
+            assert item.stop >= item.unit * size + seen and (item.is_cut or seen == size)
             if not call.is_slots:
                 assert call.cu_seqlens_q[item.batch] <= token < call.cu_seqlens_q[item.batch + 1]
             found.append(entry)
-        assert item.stop == reach and item.is_cut == is_cut
     assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
-    assert lists.totals[TILES.value] == tiles
-    if tiles:
-        firsts = [of_tile[min(tiles * p // 132, tiles - 1)] for p in range(132)]
-        assert lists.first_items.tolist() == firsts
+    keys = {(x.batch, x.head, x.unit): [] for x in _items(lists)}
+    for item in _items(lists):
+        keys[item.batch, item.head, item.unit].append(item)
+    for items in keys.values():
+        # equal words, and as few items as there can be
+        assert len({(x.stop, x.is_cut) for x in items}) == 1
+        assert len(items) == -(-sum(x.count for x in items) // MOST)
 
 
 def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ def test_parts_are_added_up(name):
             lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
             rows.start, call.total_q, call.batch, entries,
             NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
-            K=next_power_of_2(entries), AT_ONCE=2,
+            K=next_power_of_2(entries),
         )  # fmt: skip
     assert_accurate(out, lse, build(PROBLEMS[name]).truth())
 

@@ -51,10 +51,11 @@ Calls = Callable[[torch.device], "Sequence[Callable[[], None]] | None"]
 
 
 class Answer(NamedTuple):
-    """What a process found: the indices of the calls for which it compiled a kernel, and what these
-    kernels' launchers are built for."""
+    """What a process found in a job: the indices of the calls for which it compiled a kernel, how
+    many kernels these are, and what their launchers are built for."""
 
     calls: list[int]
+    kernels: int
     launchers: list[Any]
 
 
@@ -85,10 +86,10 @@ def compile_calls(make_calls: Calls, device: torch.device, num_processes: int) -
 
 def compile_into(
     out: Path, jobs: list[Job], arch: str, multiprocessors: int, num_processes: int
-) -> Iterator[tuple[str, int]]:
+) -> dict[str, int]:
     """Compile the kernels of the jobs' calls for a GPU that need not be here, into a folder for
-    `PAGED_ATTN_KERNELS`. What is in the folder already stays. Yields each job's description, and
-    how many kernels it added.
+    `PAGED_ATTN_KERNELS`. What is in the folder already stays. Returns how many kernels a job has,
+    by its description.
 
     arch: `sm90`, `gfx942`
 
@@ -107,22 +108,23 @@ def compile_into(
         # the process's own cache may hold some of the kernels, but not which of them are needed
         environ = {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
         environ["PAGED_ATTN_KERNELS"] = ""
-        for described, make_calls in jobs:
-            answers, failed = _run_processes(make_calls, target, gpu, num_processes, environ)
-            if failed:
-                raise Failed(f"{len(failed)} of {num_processes} failed; the first: {failed[0]}")
-            before = len(folder.kernels)
-            for group in Path(cache).glob("*/__grp__*.json"):
-                key = group.parent.name
-                if key not in folder.kernels:
-                    files = sorted(x for x in group.parent.iterdir() if x != group)
-                    folder.add(key, [x for x in files if x.suffix in KEPT])
-            folder.calls[_digest(described, target)] = _indices(answers)
-            for signature in (x for answer in answers for x in answer.launchers):
-                if signature not in folder.launchers:
-                    folder.launchers.append(signature)
-            folder.write()
-            yield described, len(folder.kernels) - before
+        calls = [job.make_calls for job in jobs]
+        answers, failed = _run_processes(calls, target, gpu, num_processes, environ)
+        if failed:
+            raise Failed(f"{len(failed)} of {num_processes} failed; the first: {failed[0]}")
+        for group in Path(cache).glob("*/__grp__*.json"):
+            if (key := group.parent.name) not in folder.kernels:
+                files = sorted(x for x in group.parent.iterdir() if x != group)
+                folder.add(key, [x for x in files if x.suffix in KEPT])
+    kernels = {}
+    for job, of_job in zip(jobs, zip(*answers, strict=True), strict=True):
+        kernels[job.described] = sum(answer.kernels for answer in of_job)
+        folder.calls[_digest(job.described, target)] = _indices(of_job)
+        for signature in (x for answer in of_job for x in answer.launchers):
+            if signature not in folder.launchers:
+                folder.launchers.append(signature)
+    folder.write()
+    return kernels
 
 
 def gpu_of(arch: str) -> GPUTarget:
@@ -132,31 +134,31 @@ def gpu_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch[2:]), 32)
 
 
-def _indices(answers: "list[Answer]") -> list[int]:
+def _indices(answers: Sequence[Answer]) -> list[int]:
     return sorted({i for answer in answers for i in answer.calls})
 
 
-def _compile_here(make_calls: Calls, device: torch.device, num_processes: int) -> "list[Answer]":
+def _compile_here(make_calls: Calls, device: torch.device, num_processes: int) -> list[Answer]:
     with torch.cuda.device(device):
         gpu = driver.active.get_current_target()
     environ = {"PAGED_ATTN_KERNELS": os.pathsep.join(map(str, environment.KERNELS))}
-    answers, failed = _run_processes(make_calls, target_of(device), gpu, num_processes, environ)
+    answers, failed = _run_processes([make_calls], target_of(device), gpu, num_processes, environ)
     if failed:
         warnings.warn(
             f"warmup: {len(failed)} of {num_processes} processes that compile failed; what they"
             f" leave is compiled when it is called. The first said: {failed[0]}",
             stacklevel=4,
         )
-    return answers
+    return [answer for (answer,) in answers]
 
 
 def _run_processes(
-    make_calls: Calls, target: Target, gpu: GPUTarget, num_processes: int, environ: dict[str, str]
-) -> tuple[list[Answer], list[str]]:
-    """What processes found, and the last lines of the errors of processes that failed."""
+    jobs: list[Calls], target: Target, gpu: GPUTarget, num_processes: int, environ: dict[str, str]
+) -> tuple[list[list[Answer]], list[str]]:
+    """What each process found in each job, and the last lines of the errors of failed ones."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "work.pt"
-        torch.save((make_calls, target, gpu), work)
+        torch.save((jobs, target, gpu), work)
         with ThreadPoolExecutor(num_processes) as pool:
             shares = [
                 pool.submit(_run_process, work, index, num_processes, environ)
@@ -164,7 +166,8 @@ def _run_processes(
             ]
         results = [share.result() for share in shares]
     failed = [reason for reason, _ in results if reason]
-    return [Answer(*json.loads(answer)) for reason, answer in results if not reason], failed
+    answers = [json.loads(answer) for reason, answer in results if not reason]
+    return [[Answer(*of_job) for of_job in answer] for answer in answers], failed
 
 
 def _run_process(work: Path, index: int, count: int, environ: dict[str, str]) -> tuple[str, str]:
@@ -325,10 +328,16 @@ def compile_share(
         with torch.inference_mode(), launch_cache.noting(share.note):
             for line in lines[index::count]:
                 sample(line, taken)
-    return Answer(needed, share.launchers)
+    return Answer(needed, share.taken, share.launchers)
 
 
 if __name__ == "__main__":
     file, index, count = sys.argv[1:]
-    calls, target, gpu = torch.load(file, map_location="cpu", weights_only=False)
-    print(json.dumps(compile_share(calls, target, gpu, Path(file).parent, int(index), int(count))))
+    jobs, target, gpu = torch.load(file, map_location="cpu", weights_only=False)
+    answers = []
+    for number, make_calls in enumerate(jobs):
+        folder = Path(file).with_name(f"taken-{number}")
+        folder.mkdir(exist_ok=True)
+        share = compile_share(make_calls, target, gpu, folder, int(index), int(count))
+        answers.append(share)
+    print(json.dumps(answers))

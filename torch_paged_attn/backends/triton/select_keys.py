@@ -18,7 +18,7 @@ from torch_paged_attn.backends.triton.portable.selected import SelectedConfig
 from torch_paged_attn.backends.triton.portable.tiles import key_bound
 from torch_paged_attn.backends.triton.portable.top_units import _top_units_kernel
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.ops.select_keys import check_call
 from torch_paged_attn.selection import Selection
 from torch_paged_attn.selection_calls import SelectKeysCall
@@ -26,8 +26,10 @@ from torch_paged_attn.selection_calls import SelectKeysCall
 MOST_SCORES = 2**25
 # tokens that share a tile of keys, at most
 MOST_TOKENS = 64
+# queries, token by head, that are multiplied at once on Hopper
+COLUMNS = 128
 # scores that a program reads at a time to pool them, and to select
-POOLED, READ = 2048, 8192
+POOLED, READ = 2048, 4096
 
 
 def select_keys(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -50,13 +52,14 @@ def select_keys(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return key_indices, num_selected
 
 
-def config_of(call: AttentionCall, target: Target) -> SelectedConfig:
-    """Tiles of heads and keys."""
+def config_of(call: AttentionCall, target: Target) -> tuple[SelectedConfig, int]:
+    """Tiles of heads and keys, and how many tokens are multiplied at once."""
     config = selected.config_of(call, target)
     # scores of float32 queries are sums of short chains, and keep their tiles
     if target.arch == "sm90" and call.q.itemsize < 4 and call.head_dim <= 128:
-        return SelectedConfig(config.BLOCK_M, 256, 8, 3)
-    return SelectedConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, 1)
+        at_once = COLUMNS // config.BLOCK_M if call.group_size <= config.BLOCK_M else 1
+        return SelectedConfig(config.BLOCK_M, 128, 8, 3), at_once
+    return SelectedConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, 1), 1
 
 
 def _select(
@@ -70,7 +73,7 @@ def _select(
     """Write the results of some rows."""
     device = call.q.device
     target = target_of(device)
-    config = config_of(attention, target)
+    config, at_once = config_of(attention, target)
     options = selected.options_of(attention, target, config, False)._replace(IS_V_IN_K=True)
     pointers = selected.pointers_of(attention, target)
     shared: dict[str, Any] = {
@@ -92,6 +95,7 @@ def _select(
         num_keys=num_keys,
         **shared,
         IS_RELU=call.score == "relu",
+        AT_ONCE=min(at_once, next_power_of_2(tokens)),
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=1,
@@ -112,6 +116,9 @@ def _select(
             num_warps=4,
         )(pointers, scores, pooled)
         scores = pooled
+    rest = scores  # not used
+    if num_units > READ:
+        rest = torch.empty((count, call.groups, READ), dtype=torch.float32, device=device)
     Launch(
         _top_units_kernel,
         (count, call.groups),
@@ -124,5 +131,5 @@ def _select(
         **shared,
         UNITS=READ,
         HAS_FORCED=call.force_first + call.force_last > 0,
-        num_warps=16,
-    )(pointers, scores, key_indices, num_selected)
+        num_warps=8,
+    )(pointers, scores, rest, key_indices, num_selected)

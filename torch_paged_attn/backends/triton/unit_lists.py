@@ -22,12 +22,10 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
 
 # words of an item: the number of its first entry in `entries`, how many it has, the unit, its
-# sequence and KV head, one past the last key that a token of the unit sees, whether a token of it
-# does not see all of its keys, and how many tiles of entries the items before it have
+# sequence and KV head, one past the last key that a token of the unit sees, and whether a token of
+# it does not see all of its keys
 ITEM_WORDS = tl.constexpr(8)
-FIRST, COUNT, UNIT, BATCH, HEAD, STOP, IS_CUT, TILE = (tl.constexpr(i) for i in range(8))
-# words of `totals`
-ITEMS, TILES = tl.constexpr(0), tl.constexpr(1)
+FIRST, COUNT, UNIT, BATCH, HEAD, STOP, IS_CUT = (tl.constexpr(i) for i in range(7))
 
 # tokens of a program that counts; buckets that are added up, and entries that are put in order, at
 # a time
@@ -38,18 +36,16 @@ FAR = tl.constexpr(2**30)
 
 class UnitLists(NamedTuple):
     """`entries` has the numbers of all entries that count, bucket by bucket, and `rows` their query
-    rows. `items` `(most, 8)` are the buckets that have entries; `totals` says how many these are,
-    and how many tiles. `first_items` `(programs,)`: with which item each of so many programs
-    begins, if they have equally many tiles. `buckets` `(rows, G, K)` says which entries count: it
-    is -1 for others. `last_keys` `(rows,)`: the last key that a token may see. All int32; entries
-    are numbered from query row `first_row` on.
+    rows. `items` `(most, 8)` are runs of entries of one bucket each, of which `num_items` `(1,)`
+    are filled in. `buckets` `(rows, G, K)` says which entries count: it is -1 for others.
+    `last_keys` `(rows,)`: the last key that a token may see. All int32; entries are numbered from
+    query row `first_row` on.
     """
 
     entries: Tensor
     rows: Tensor
     items: Tensor
-    totals: Tensor
-    first_items: Tensor
+    num_items: Tensor
     buckets: Tensor
     last_keys: Tensor
     first_row: int
@@ -71,9 +67,11 @@ def buckets_of(call: AttentionCall) -> int:
     return selection.key_indices.shape[1] * sequences * units_of(call)
 
 
-def make_unit_lists(call: AttentionCall, target: Target, rows: slice, tile: int) -> UnitLists:
-    """The lists of some query rows, for a program on each multiprocessor. A tile has `tile` entries
-    of one item, its last one perhaps fewer.
+def make_unit_lists(
+    call: AttentionCall, target: Target, rows: slice, most: int, multiple: int
+) -> UnitLists:
+    """The lists of some query rows. An item has `most` entries at most, a multiple of `multiple`; a
+    bucket that has more is cut into items of equal length, but for the last one.
     """
     selection, device = call.selection, call.q.device
     assert selection is not None
@@ -88,8 +86,9 @@ def make_unit_lists(call: AttentionCall, target: Target, rows: slice, tile: int)
     # of buckets: entries, one past the last key that a token sees, and FAR less the first one
     # behind those that all tokens see
     counters = torch.zeros((3, num_buckets), dtype=torch.int32, device=device)
-    starts, ordered, rows_of, totals = new(num_buckets), new(total), new(total), new(2)
-    items, first_items = new(min(num_buckets, total), ITEM_WORDS.value), new(target.multiprocessors)
+    starts, first_items, num_items = new(num_buckets), new(num_buckets), new(1)
+    ordered, rows_of = new(total), new(total)
+    items = new(min(num_buckets, total) + total // most, ITEM_WORDS.value)
     config = selected.config_of(call, target)
     options = selected.options_of(call, target, config, False)
     sizes, units = selected.sizes_of(call), units_of(call)
@@ -109,28 +108,29 @@ def make_unit_lists(call: AttentionCall, target: Target, rows: slice, tile: int)
         num_warps=4,
     )(selected.pointers_of(call, target), counters, buckets, ranks, last_keys)
     Launch(
-        _list_items_kernel,
+        _start_buckets_kernel,
         (1,),
         num_buckets=num_buckets,
-        units=units,
-        sequences=1 if call.is_slots else max(call.batch, 1),
-        SELECT_SIZE=selection.select_size,
-        TILE_ENTRIES=tile,
+        MOST=most,
         BUCKETS=min(BUCKETS, max(32, next_power_of_2(num_buckets))),
         num_warps=16,
-    )(counters, starts, items, totals)
+    )(counters, starts, first_items, num_items)
     Launch(
         _order_entries_kernel,
-        (cdiv(total, ENTRIES) + 1,),
+        (cdiv(total, ENTRIES),),
         total=total,
         first_row=rows.start,
         of_token=groups * entries,
-        programs=target.multiprocessors,
+        units=units,
+        sequences=1 if call.is_slots else max(call.batch, 1),
+        num_buckets=num_buckets,
+        SELECT_SIZE=selection.select_size,
+        MOST=most,
+        MULTIPLE=multiple,
         ENTRIES=ENTRIES,
-        PROGRAMS=next_power_of_2(target.multiprocessors),
         num_warps=4,
-    )(buckets, ranks, starts, items, totals, ordered, rows_of, first_items)
-    return UnitLists(ordered, rows_of, items, totals, first_items, buckets, last_keys, rows.start)
+    )(counters, buckets, ranks, starts, first_items, ordered, rows_of, items)
+    return UnitLists(ordered, rows_of, items, num_items, buckets, last_keys, rows.start)
 
 
 @triton.jit(do_not_specialize=("first_row", "stop_row", "units", "num_buckets", "sizes"))
@@ -197,76 +197,59 @@ def _count_units_kernel(
         row = last
 
 
-@triton.jit(do_not_specialize=("num_buckets", "units", "sequences"))
-def _list_items_kernel(
-    counters_ptr, starts_ptr, items_ptr, totals_ptr, num_buckets, units, sequences,
-    SELECT_SIZE: tl.constexpr, TILE_ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
+@triton.jit(do_not_specialize=("num_buckets",))
+def _start_buckets_kernel(
+    counters_ptr, starts_ptr, first_items_ptr, num_items_ptr, num_buckets,
+    MOST: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Where the entries of each bucket begin, and the items, by one program."""
+    """Where the entries of each bucket begin, and its items, by one program."""
     start = tl.zeros([], tl.int32)
     num_items = tl.zeros([], tl.int32)
-    num_tiles = tl.zeros([], tl.int32)
     for first in tl.range(0, num_buckets, BUCKETS):
         bucket = first + tl.arange(0, BUCKETS)
         exists = bucket < num_buckets
         count = tl.load(counters_ptr + bucket, mask=exists, other=0)
-        stop = tl.load(counters_ptr + num_buckets + bucket, mask=exists, other=0)
-        least = FAR - tl.load(counters_ptr + 2 * num_buckets + bucket, mask=exists, other=0)
-        begin = start + tl.cumsum(count, 0) - count
-        tl.store(starts_ptr + bucket, begin, mask=exists)
-        has = count > 0
-        tiles = (count + TILE_ENTRIES - 1) // TILE_ENTRIES
-        tile = num_tiles + tl.cumsum(tiles, 0) - tiles
-        item = num_items + tl.cumsum(has.to(tl.int32), 0) - 1
-        unit, of_head = bucket % units, bucket // units
-        is_cut = (least < (unit + 1) * SELECT_SIZE).to(tl.int32)
-        item_ptr = items_ptr + item.to(tl.int64) * ITEM_WORDS
-        tl.store(item_ptr + FIRST, begin, mask=has)
-        tl.store(item_ptr + COUNT, count, mask=has)
-        tl.store(item_ptr + UNIT, unit, mask=has)
-        tl.store(item_ptr + BATCH, of_head % sequences, mask=has)
-        tl.store(item_ptr + HEAD, of_head // sequences, mask=has)
-        tl.store(item_ptr + STOP, stop, mask=has)
-        tl.store(item_ptr + IS_CUT, is_cut, mask=has)
-        tl.store(item_ptr + TILE, tile, mask=has)
+        pieces = (count + MOST - 1) // MOST
+        tl.store(starts_ptr + bucket, start + tl.cumsum(count, 0) - count, mask=exists)
+        item = num_items + tl.cumsum(pieces, 0) - pieces
+        tl.store(first_items_ptr + bucket, item, mask=exists)
         start += tl.sum(count, 0)
-        num_items += tl.sum(has.to(tl.int32), 0)
-        num_tiles += tl.sum(tiles, 0)
-    tl.store(totals_ptr + ITEMS, num_items)
-    tl.store(totals_ptr + TILES, num_tiles)
+        num_items += tl.sum(pieces, 0)
+    tl.store(num_items_ptr, num_items)
 
 
-@triton.jit(do_not_specialize=("total", "first_row", "of_token", "programs"))
+@triton.jit(
+    do_not_specialize=("total", "first_row", "of_token", "units", "sequences", "num_buckets")
+)
 def _order_entries_kernel(
-    buckets_ptr, ranks_ptr, starts_ptr, items_ptr, totals_ptr, entries_ptr, rows_ptr,
-    first_items_ptr, total, first_row, of_token, programs,
-    ENTRIES: tl.constexpr, PROGRAMS: tl.constexpr,
+    counters_ptr, buckets_ptr, ranks_ptr, starts_ptr, first_items_ptr, entries_ptr, rows_ptr,
+    items_ptr, total, first_row, of_token, units, sequences, num_buckets,
+    SELECT_SIZE: tl.constexpr, MOST: tl.constexpr, MULTIPLE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Put entries that count, and their query rows, where their buckets are. The first program
-    finds with which item each program begins that visits items."""
-    if tl.program_id(0) == 0:
-        p = tl.arange(0, PROGRAMS)
-        tiles = tl.load(totals_ptr + TILES).to(tl.int64)
-        wanted = (tiles * p // programs).to(tl.int32)
-        # the last item that does not begin after the program's first tile
-        lo = tl.zeros([PROGRAMS], tl.int32)
-        step = tl.zeros([], tl.int32) + 1
-        num_items = tl.load(totals_ptr + ITEMS)
-        while step < num_items:
-            step *= 2
-        while step > 0:
-            at = lo + step
-            inside = at < num_items
-            item_ptr = items_ptr + at.to(tl.int64) * ITEM_WORDS
-            tile = tl.load(item_ptr + TILE, mask=inside, other=2147483647)
-            lo = tl.where(inside & (tile <= wanted), at, lo)
-            step = step // 2
-        tl.store(first_items_ptr + p, lo, mask=p < programs)
-    else:
-        at = (tl.program_id(0) - 1) * ENTRIES + tl.arange(0, ENTRIES)
-        bucket = tl.load(buckets_ptr + at, mask=at < total, other=-1)
-        counts = bucket >= 0
-        place = tl.load(starts_ptr + bucket, mask=counts, other=0)
-        place += tl.load(ranks_ptr + at, mask=counts, other=0)
-        tl.store(entries_ptr + place, at, mask=counts)
-        tl.store(rows_ptr + place, first_row + at // of_token, mask=counts)
+    """Put entries that count, and their query rows, where their buckets are. Entry number
+    i of a bucket writes the words of its item number i."""
+    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    bucket = tl.load(buckets_ptr + at, mask=at < total, other=-1)
+    counts = bucket >= 0
+    start = tl.load(starts_ptr + bucket, mask=counts, other=0)
+    rank = tl.load(ranks_ptr + at, mask=counts, other=0)
+    tl.store(entries_ptr + start + rank, at, mask=counts)
+    tl.store(rows_ptr + start + rank, first_row + at // of_token, mask=counts)
+    count = tl.load(counters_ptr + bucket, mask=counts, other=1)
+    pieces = (count + MOST - 1) // MOST
+    length = (count + pieces - 1) // pieces
+    length = (length + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    begins = counts & (rank < pieces)
+    item = tl.load(first_items_ptr + bucket, mask=begins, other=0) + rank
+    stop = tl.load(counters_ptr + num_buckets + bucket, mask=begins, other=0)
+    least = FAR - tl.load(counters_ptr + 2 * num_buckets + bucket, mask=begins, other=0)
+    unit, of_head = bucket % units, bucket // units
+    item_ptr = items_ptr + item.to(tl.int64) * ITEM_WORDS
+    tl.store(item_ptr + FIRST, start + rank * length, mask=begins)
+    tl.store(item_ptr + COUNT, tl.minimum(count - rank * length, length), mask=begins)
+    tl.store(item_ptr + UNIT, unit, mask=begins)
+    tl.store(item_ptr + BATCH, of_head % sequences, mask=begins)
+    tl.store(item_ptr + HEAD, of_head // sequences, mask=begins)
+    tl.store(item_ptr + STOP, stop, mask=begins)
+    is_cut = (least < (unit + 1) * SELECT_SIZE).to(tl.int32)
+    tl.store(item_ptr + IS_CUT, is_cut, mask=begins)

@@ -21,6 +21,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
 )
 from torch_paged_attn.backends.triton.hopper.unit_arguments import (
     BLOCK_M,
+    MOST_ENTRIES,
     UnitOptions,
     UnitPointers,
     UnitScalars,
@@ -34,16 +35,14 @@ from torch_paged_attn.backends.triton.unit_lists import UnitLists, make_unit_lis
 
 # heads that share a unit, keys of a unit, and widths that the kernel has tiles for
 GROUPS, UNITS, WIDTHS = (8, 16, 32, 64), (64, 128), (64, 128)
-CONSUMERS, Q_STAGES, KV_STAGES, REGISTERS = 3, 6, 2, 160
+CONSUMERS, Q_STAGES, KV_STAGES, REGISTERS = 2, 6, 2, 240
 MOST_PRODUCERS = 4
 # tokens of a unit, on average, from which on its own tile is filled well enough
 LEAST_TOKENS = 4
 # tiles of queries of a program, at least
 LEAST_TILES = 16
-# numbers of parts that a program reads at a time
-READ = 4096
 # bytes of parts: calls with more are done some tokens at a time
-MOST_BYTES = 2**30
+MOST_BYTES = 2**31
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -130,7 +129,7 @@ def attend(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     step = cdiv(call.total_q, max(chunks, 1))
     for first in range(0, call.total_q, step):
         rows = slice(first, min(first + step, call.total_q))
-        lists = make_unit_lists(call, target, rows, options.TOKENS)
+        lists = make_unit_lists(call, target, rows, MOST_ENTRIES, options.TOKENS)
         _attend_rows(call, lists, options, out, lse)
 
 
@@ -157,8 +156,7 @@ def _attend_rows(
         entries=lists.entries,
         rows=lists.rows,
         items=lists.items,
-        totals=lists.totals,
-        first_items=lists.first_items,
+        num_items=lists.num_items,
         last_keys=lists.last_keys,
         parts=parts,
         part_lse=part_lse,
@@ -196,6 +194,5 @@ def _attend_rows(
         HEADS=call.group_size,
         WIDTH=call.head_dim_v,
         K=next_power_of_2(entries),
-        AT_ONCE=max(1, min(READ // (call.group_size * call.head_dim_v), next_power_of_2(entries))),
         num_warps=4,
     )(parts, part_lse, part_scale, lists.buckets, out, lse, call.sinks, call.cu_seqlens_q)

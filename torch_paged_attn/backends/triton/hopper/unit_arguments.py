@@ -2,18 +2,17 @@
 
 from typing import Any, NamedTuple
 
-# rows of a tile of queries
-BLOCK_M = 64
+# rows of a tile of queries; entries of an item of work, at most
+BLOCK_M, MOST_ENTRIES = 64, 128
 
 
 class UnitPointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
-    entries: Any  # these six: of `unit_lists.UnitLists`
+    entries: Any  # these five: of `unit_lists.UnitLists`
     rows: Any
     items: Any
-    totals: Any
-    first_items: Any
+    num_items: Any
     last_keys: Any
     parts: Any  # (entries, group_size, head_dim_v) float16
     part_lse: Any  # (entries, group_size) float32, in base two

@@ -12,10 +12,8 @@ def _combine_units_kernel(
     parts_ptr, part_lse_ptr, part_scale_ptr, buckets_ptr, out_ptr, lse_ptr, sinks_ptr,
     cu_seqlens_q_ptr, first_row, total_q, batch, entries,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, which share a list of `entries`, at most K of them; parts are
-    read AT_ONCE at a time. Parts are as
+    """HEADS heads of one token, which share a list of `entries`, at most K of them. Parts are as
     `unit_kernel.py` leaves them: of 32 columns, in the order (lane, eight, pair)."""
     row, group = tl.program_id(0), tl.program_id(1)
     head = group * HEADS + tl.arange(0, HEADS)
@@ -33,16 +31,15 @@ def _combine_units_kernel(
     total = tl.sum(tl.exp2(all_lse - shift[None, :]), 0)
     d = tl.arange(0, WIDTH)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
-    for e0 in tl.range(0, entries, AT_ONCE):
-        e = e0 + tl.arange(0, AT_ONCE)
-        is_part = tl.load(buckets_ptr + e, mask=e < entries, other=-1) >= 0
-        at = e[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
-        part_lse = tl.load(part_lse_ptr + at, mask=is_part[:, None], other=float("-inf"))
-        weight = tl.load(part_scale_ptr + at, mask=is_part[:, None], other=0.0)
-        weight *= tl.exp2(part_lse - shift[None, :])
-        of_part = at[:, :, None] * WIDTH + d[None, None, :]
-        part = tl.load(parts_ptr + of_part, mask=is_part[:, None, None], other=0.0)
-        acc += tl.sum(part.to(tl.float32) * weight[:, :, None], 0)
+    h = tl.arange(0, HEADS)
+    for e in tl.range(0, entries, loop_unroll_factor=4):
+        is_part = tl.load(buckets_ptr + e) >= 0
+        part_lse = tl.load(part_lse_ptr + e * HEADS + h, mask=is_part, other=float("-inf"))
+        weight = tl.load(part_scale_ptr + e * HEADS + h, mask=is_part, other=0.0)
+        weight *= tl.exp2(part_lse - shift)
+        of_part = (e * HEADS + h)[:, None] * WIDTH + d[None, :]
+        part = tl.load(parts_ptr + of_part, mask=is_part, other=0.0)
+        acc += part.to(tl.float32) * weight[:, None]
     m *= 1.0 / LOG2E
     token = first_row + row
     if sinks_ptr is not None:

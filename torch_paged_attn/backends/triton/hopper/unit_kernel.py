@@ -4,8 +4,8 @@ that name it.
 Read token by token, the units of 8,192 tokens would be some 34 GB, which no cache delivers in time,
 and lists of neighbouring tokens may have nothing in common. So a program takes a unit of keys and
 the tokens that name it (`unit_lists.py`): its keys and values stay in shared memory while the
-tokens' queries pass by, 64 rows at a time. Each of three consumers has rows of its own, and its
-softmax overlaps with the others' products. What a unit adds to a token's result is left as a part,
+tokens' queries pass by, 64 rows at a time. Each consumer has rows of its own, and its softmax
+overlaps with the other's products. What a unit adds to a token's result is left as a part,
 in float16 with a power of two as the scale of a row; `unit_combine.py` adds the parts up in the
 order of the list. So no bit depends on the order in which tokens come.
 """
@@ -32,8 +32,6 @@ from torch_paged_attn.backends.triton.unit_lists import (
     IS_CUT,
     ITEM_WORDS,
     STOP,
-    TILE,
-    TILES,
     UNIT,
 )
 
@@ -52,16 +50,6 @@ class UnitPipelines(NamedTuple):
 @gluon.jit
 def _item_word(item, params, WORD: gl.constexpr):
     return gl.load(params.pointers.items + item.to(gl.int64) * ITEM_WORDS + WORD)
-
-
-@gluon.jit
-def _share_of_program(params):
-    """A program's first item, its first tile of queries, and one past its last one. All programs
-    have equally many."""
-    tiles = gl.load(params.pointers.totals + TILES).to(gl.int64)
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    first, stop = tiles * program // programs, tiles * (program + 1) // programs
-    return gl.load(params.pointers.first_items + program), first.to(gl.int32), stop.to(gl.int32)
 
 
 @gluon.jit
@@ -109,13 +97,14 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
     pointers, scalars = params.pointers, params.scalars
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
-    item, first_tile, stop_tile = _share_of_program(params)
-    next_tile = first_tile
+    num_items = gl.load(pointers.num_items)
+    item = gl.program_id(0)
     n = 0
-    while next_tile < stop_tile:
+    before = 0  # tiles of the items before
+    while item < num_items:
         first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        head, of_item = _item_word(item, params, HEAD), _item_word(item, params, TILE)
-        end = gl.minimum((count + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS, stop_tile - of_item)
+        head = _item_word(item, params, HEAD)
+        tiles = (count + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS
         if INDEX == 0:
             unit, stop = _item_word(item, params, UNIT), _item_word(item, params, STOP)
             b = _item_word(item, params, BATCH)
@@ -134,11 +123,11 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             _load_unit(params.k_desc, place, scalars.k_page_rows, barrier, tile, params, OPTIONS)
             tile = values.index(n % OPTIONS.KV_STAGES)
             _load_unit(params.v_desc, place, scalars.v_page_rows, barrier, tile, params, OPTIONS)
-        rows = _tokens_of(next_tile - of_item, first_entry, count, params, OPTIONS, INDEX)
-        for t in range(next_tile - of_item, end):
+        rows = _tokens_of(0, first_entry, count, params, OPTIONS, INDEX)
+        for t in range(tiles):
             # on their way before anything waits
             more = _tokens_of(t + 1, first_entry, count, params, OPTIONS, INDEX)
-            fill = of_item + t - first_tile
+            fill = before + t
             queries.producer_acquire(fill)
             barrier = queries.full_barrier(fill)
             mbarrier.expect(barrier, OWN * params.q_desc.block_type.nbytes)
@@ -147,8 +136,8 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 head_row = head * OPTIONS.GROUP_SIZE
                 load_rows(params.q_desc, rows[i], 1, 0, head_row, barrier, box)
             rows = more
-        next_tile = of_item + end
-        item += 1
+        before += tiles
+        item += gl.num_programs(0)
         n += 1
 
 
@@ -186,7 +175,7 @@ def _by_lane(acc):
 
 @gluon.jit
 def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Every third tile of a program's queries, if there are three consumers."""
+    """Every other tile of a program's queries, if there are two consumers."""
     BLOCK_M: gl.constexpr = OPTIONS.TOKENS * OPTIONS.GROUP_SIZE
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -206,22 +195,21 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     none = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
     r = gl.arange(0, BLOCK_M, score_rows)
     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores)), 0)
-    item, first_tile, stop_tile = _share_of_program(params)
-    next_tile = first_tile
+    num_items = gl.load(pointers.num_items)
+    item = gl.program_id(0)
     n = 0
-    while next_tile < stop_tile:
+    before = 0  # tiles of the items before
+    while item < num_items:
         first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
         unit, is_cut = _item_word(item, params, UNIT), _item_word(item, params, IS_CUT)
-        of_item = _item_word(item, params, TILE)
-        end = gl.minimum((count + TOKENS - 1) // TOKENS, stop_tile - of_item)
-        begin = next_tile - of_item
-        # tiles go to the consumers in turns, counted from the program's first one
-        begin += (INDEX + CONSUMERS - (next_tile - first_tile) % CONSUMERS) % CONSUMERS
+        tiles = (count + TOKENS - 1) // TOKENS
+        # tiles go to the consumers in turns
+        begin = (INDEX + CONSUMERS - before % CONSUMERS) % CONSUMERS
         keys.consumer_wait(n)
         k = keys.tile(n).reshape([BLOCK_N, WIDTH]).permute((1, 0))
         v = values.index(n % OPTIONS.KV_STAGES).reshape([BLOCK_N, WIDTH_V])
-        for tile in range(begin, end, CONSUMERS):
-            fill = of_item + tile - first_tile
+        for tile in range(begin, tiles, CONSUMERS):
+            fill = before + tile
             place = tile * TOKENS + r // GROUP_SIZE
             exists = place < count
             entry = gl.load(pointers.entries + first_entry + place, mask=exists, other=0)
@@ -260,8 +248,8 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             to = pointers.parts + gl.expand_dims(to, 1) + d
             gl.store(to, part, mask=gl.expand_dims(is_stored, 1))
         keys.consumer_release(n)
-        next_tile = of_item + end
-        item += 1
+        before += tiles
+        item += gl.num_programs(0)
         n += 1
 
 

@@ -8,12 +8,12 @@ a thread's own numbers.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.gather_scatter import load_chunks
+from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.selected_keys import (
     find_token,
     load_keys,
-    load_queries,
 )
 
 
@@ -31,18 +31,34 @@ def stop_of(token, sizes, OPTIONS: tl.constexpr):
     return tl.where(token.exists, stop, 0)
 
 
+@triton.jit
+def _descale_of(token, group, pointers, strides):
+    """What products of a token's sequence are multiplied by."""
+    factor = 1.0
+    if pointers.q_descale is not None:
+        at = token.b * strides.q_descale_batch + group * strides.q_descale_head
+        factor = tl.load(pointers.q_descale + at)
+    if pointers.k_descale is not None:
+        at = token.b * strides.k_descale_batch + group * strides.k_descale_head
+        factor = factor * tl.load(pointers.k_descale + at)
+    return factor
+
+
 @triton.jit(do_not_specialize=("first_row", "stop_row", "tokens", "num_keys", "sizes"))
 def _index_scores_kernel(
     pointers, weights_ptr, scores_ptr, first_row, stop_row, tokens, num_keys, sizes, strides,
-    IS_RELU: tl.constexpr, STAGES: tl.constexpr, OPTIONS: tl.constexpr,
+    IS_RELU: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """scores_ptr: (rows, G, num_keys), of which only what a token sees is written. weights_ptr:
-    contiguous (total_q, num_heads), or None. A program has `tokens` rows.
+    contiguous (total_q, num_heads), or None. A program has `tokens` rows, AT_ONCE at a time.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     PAGE_SIZE: tl.constexpr = OPTIONS.PAGE_SIZE
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    columns = tl.arange(0, AT_ONCE * BLOCK_M)
+    t = columns // BLOCK_M
     group = tl.program_id(1)
     n0 = tl.program_id(2) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
@@ -70,27 +86,34 @@ def _index_scores_kernel(
             page = tl.minimum(page, tl.cast(sizes.num_rows - 1, tl.uint32)).to(tl.int64)
         if (n0 < stop) & token.exists:
             k, _ = load_keys(page, slot, is_key, group, pointers, strides, OPTIONS)
-            for i in tl.range(begin, last, num_stages=STAGES):
-                query = named("b exists row")(
-                    b=token.b, exists=token.exists, row=tl.cast(i, tl.int64)
-                )
-                total = tl.zeros([BLOCK_N], tl.float32)
+            factor = _descale_of(token, group, pointers, strides)
+            for i in tl.range(begin, last, AT_ONCE, num_stages=STAGES):
+                total = tl.zeros([BLOCK_N, AT_ONCE], tl.float32)
                 for head_tile in tl.static_range(HEAD_TILES):
-                    queries = load_queries(query, group, head_tile, pointers, strides, OPTIONS)
-                    s = chunk_scores(k, (queries.low, queries.high), OPTIONS.K_HIGH, OPTIONS.CHAIN)
-                    s = s * queries.k_scale
+                    r = head_tile * BLOCK_M + columns % BLOCK_M
+                    exists = (r < OPTIONS.GROUP_SIZE) & (i + t < last)
+                    head = group * OPTIONS.GROUP_SIZE + tl.minimum(r, OPTIONS.GROUP_SIZE - 1)
+                    at = (i + t).to(tl.int64)
+                    q = load_chunks(
+                        pointers.q, at * strides.q_token + head.to(tl.int64) * strides.q_head,
+                        exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
+                        Q_FORMAT, type_of(OPTIONS.DTYPE),
+                    )  # fmt: skip
+                    s = chunk_scores(k, q, OPTIONS.K_HIGH, OPTIONS.CHAIN) * factor
                     if IS_RELU:
                         s = tl.maximum(s, 0.0)
-                    weight = tl.where(queries.exists, 1.0, 0.0)
+                    weight = tl.where(exists, 1.0, 0.0)
                     if weights_ptr is not None:
-                        at = query.row * OPTIONS.NUM_HEADS + queries.head
-                        weight = tl.load(weights_ptr + at, mask=queries.exists, other=0.0)
-                    total += tl.sum(s * weight[None, :], 1)
-                is_seen = is_key
+                        at = at * OPTIONS.NUM_HEADS + head
+                        weight = tl.load(weights_ptr + at, mask=exists, other=0.0)
+                    s = tl.reshape(s * weight[None, :], [BLOCK_N, AT_ONCE, BLOCK_M])
+                    total += tl.sum(s, 2)
+                some = i + tl.arange(0, AT_ONCE)
+                is_seen = is_key[:, None] & (some < last)[None, :]
                 if OPTIONS.HAS_RIGHT:
-                    is_seen = is_seen & (key <= token.position + (i - row))
-                at = (i - first_row) * tl.num_programs(1) + group
-                tl.store(scores_ptr + at.to(tl.int64) * num_keys + n, total, mask=is_seen)
+                    is_seen = is_seen & (key[:, None] <= token.position + (some - row)[None, :])
+                at = ((some - first_row) * tl.num_programs(1) + group).to(tl.int64) * num_keys
+                tl.store(scores_ptr + at[None, :] + n[:, None], total, mask=is_seen)
         row = last
 
 

@@ -61,7 +61,7 @@ def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
 
 @functools.cache
 def _with_launchers(folders: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
-    """The same, after all launchers of their kernels were built."""
+    """The same, whose launchers are being built."""
     found = _fitting(folders, gpu)
     for folder in found:
         compiled_launchers.build(folder.launchers)

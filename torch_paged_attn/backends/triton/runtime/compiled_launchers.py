@@ -6,7 +6,7 @@ folder of kernels does not hold: it holds the signatures, and Triton's own funct
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from triton.runtime.driver import driver
@@ -40,15 +40,21 @@ def are_signatures(given: Any) -> bool:
     )
 
 
-def build(signatures: list[Signature]) -> None:
-    """Build the launchers that Triton's cache lacks, by as many compilers as there are cores."""
+def build(signatures: list[Signature]) -> list[Future[None]]:
+    """Have threads build the launchers that Triton's cache lacks, by as many compilers as there are
+    cores, while the first kernels are loaded. One that is missing when a kernel needs it, Triton
+    builds as ever, and raises if it cannot.
+    """
     if not IS_NEEDED or not signatures:
-        return
+        return []
     from triton.backends.nvidia.driver import CudaDriver
 
-    if isinstance(driver.active, CudaDriver):
-        with ThreadPoolExecutor(min(len(signatures), os.cpu_count() or 1)) as pool:
-            list(pool.map(_build, signatures))
+    if not isinstance(driver.active, CudaDriver):
+        return []
+    pool = ThreadPoolExecutor(min(len(signatures), os.cpu_count() or 1))
+    building = [pool.submit(_build, x) for x in signatures]
+    pool.shutdown(wait=False)
+    return building
 
 
 def _build(signature: Signature) -> None:
