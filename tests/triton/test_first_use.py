@@ -26,10 +26,10 @@ MORE = {
     ("sm80", "paged_kv_cache"): 7,
     ("gfx942", "paged_kv_cache"): 8,
 }
-# All kernels of a step are different ones: three of a forward under a layout and six of its
-# backward. Of a dense forward, the portable kernel, Hopper's with a group's heads in a tile and with
-# one (sharing full tiles takes 1 to 15 % longer), and their list; of its backward, statistics, two
-# lists' worth of kernels for keys and queries, or one pass and its sums above 2,048 tokens
+# Kernels that differ in more than a size. Under a layout a step takes all nine: three of a forward,
+# six of its backward. A dense forward takes the portable kernel, or a list and one of Hopper's:
+# with all heads of a group in a tile or, where one head fills it, with one (sharing takes 1 to 15 %
+# longer). Its backward takes statistics, a list and two kernels, or one and its sums
 MOST_OF_TRAINING = {
     "flash_attn_func/training": 10,
     "blocksparse/training": 9,

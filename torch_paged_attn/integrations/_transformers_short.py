@@ -167,16 +167,17 @@ class ShortMask(Tensor):
         return self._heads[key]
 
     def _made_of_heads(self, batch: int, heads: int, apart: int) -> OfHeads | None:
-        count, device = batch * heads, self.device
-        int32 = {"dtype": torch.int32, "device": device}
+        count = batch * heads
+        int32: Any = {"dtype": torch.int32, "device": self.device}
         first = torch.arange(0, count * apart, apart, **int32)
         if self.keys is None:
             lengths = torch.full((count,), self.written, **int32)
         else:
             ranges = self.ranges()
             # without a causal mask or window no position matters
-            is_right = ranges is not None and ranges.first.shape[0] == batch
-            if not is_right or not (ranges.end_together or not (self.causal or self.window >= 0)):
+            if ranges is None or ranges.first.shape[0] != batch:
+                return None
+            if not ranges.end_together and (self.causal or self.window >= 0):
                 return None
             first += ranges.first.repeat_interleave(heads)
             lengths = ranges.lengths.repeat_interleave(heads)

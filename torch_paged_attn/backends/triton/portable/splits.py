@@ -11,8 +11,8 @@ import dataclasses
 # for each row of the tile, if few warps merge many rows
 MIN_KEYS, MIN_KEYS_OF_ROW = 64, 16
 
-# keys of a prefill that are never shared. On an H200, prompts of 67 to 203 tokens in pages take 10 to
-# 15 us whole, and 21 to 36 us shared (heads of 128)
+# keys of a prefill that are never shared. On an H200, prompts of 67 to 203 tokens in pages take 10
+# to 15 us whole, and 21 to 36 us shared (heads of 128)
 WHOLE_PREFILL = 256
 
 # up to one in so many programs may be omitted so that all end at the same time: decode is limited
