@@ -168,7 +168,7 @@ FUZZ_SECONDS ?= 300
 test-gpu: export PYTHONPATH := $(CURDIR)
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
-	  tests/triton tests/backends --backend triton $(NO_GPU:%=--ignore tests/triton/test_%.py) \
+	  tests/triton tests/backends tests/integrations/test_dropout_seeds.py --backend triton $(NO_GPU:%=--ignore tests/triton/test_%.py) \
 	  -k "not compiles_to and not compile_to and not rows_compile and not turns_compile \
 	      and not (few_kernels and not on_this_gpu)"
 	OMP_NUM_THREADS=1 $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)

@@ -85,7 +85,7 @@ PAGES = {
     "planning": Page(
         "Kernel selection and warm-up",
         "Which kernel runs a call ([explained here](../running.md)), and compiling in advance.",
-        {"torch_paged_attn": ("explain", "Explanation", "warmup")},
+        {"torch_paged_attn": ("explain", "Explanation", "warmup", "use_compiled")},
     ),
     "integrations": Page(
         "Integrations",

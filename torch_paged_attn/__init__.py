@@ -29,6 +29,7 @@ from torch_paged_attn.ops import (
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
+    from torch_paged_attn._compile import use_compiled
     from torch_paged_attn._explain import Explanation, explain
     from torch_paged_attn._warmup import warmup
     from torch_paged_attn.integrations.flash_attn import (
@@ -64,6 +65,7 @@ __all__ = [
     "selected_attention",
     "selected_attention_backward",
     "selected_mass",
+    "use_compiled",
     "warmup",
 ]
 
@@ -79,6 +81,7 @@ _LATER = {
     "flash_attn_func": "integrations.flash_attn",
     "flash_attn_varlen_func": "integrations.flash_attn",
     "flash_attn_with_kvcache": "integrations.flash_attn",
+    "use_compiled": "_compile",
     "warmup": "_warmup",
 }
 

@@ -50,7 +50,13 @@ def answer(key: str) -> dict[str, Any]:
         return {"backend": None, "ops": [], "reason": reason}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
-    return {"backend": backend.name, "ops": ops, "reason": None, "notes": backend.notes()}
+    return {
+        "backend": backend.name,
+        "experimental": backend.untested(),
+        "ops": ops,
+        "reason": None,
+        "notes": backend.notes(),
+    }
 
 
 def self_test(device: str) -> dict[str, Any]:
@@ -195,7 +201,11 @@ def verdict(known: dict[str, Any]) -> str:
         more = f" (and {len(problems) - 1} more below)" * (len(problems) > 1)
         return f"{name} is not ready: {problems[0]}{more}"
     devices = known["devices"].items()
-    ready = [f"{device} by {x['backend']}" for device, x in devices if x["backend"]]
+    ready = [
+        f"{device} by {x['backend']}" + " (experimental)" * bool(x["experimental"])
+        for device, x in devices
+        if x["backend"]
+    ]
     return f"{name} is ready: {', '.join(ready)}"
 
 
@@ -219,6 +229,8 @@ def printed(known: dict[str, Any]) -> str:
             isa = f" ({found['instruction_set']}; has {has}; {found['threads']} threads)"
         lines += ["", f"{device}: {found['backend'] or 'none'}{isa}"]
         lines += [f"  {found['reason']}"] * bool(found["reason"])
+        if reason := found.get("experimental"):
+            lines.append(f"  experimental: {reason}")
         lines += [f"  paged_attn::{op}" for op in found["ops"]]
         lines += [f"  {note}" for note in found.get("notes", ())]
         if (tested := found.get("self_test")) and tested["error"] is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_paged_attn.ops import _library, paths
-from torch_paged_attn.ops.backend import backends, serving_device
+from torch_paged_attn.ops.backend import Backend, backends, serving_device
 from torch_paged_attn.ops.paths import Path
 
 
@@ -79,7 +79,7 @@ def explain(
         _check(name, given)
         results = paths.function_of(name)(**_on_meta(given))
         call = paths.call_of(name, given)
-        found = {x.name: x.path_of(name, call, target) for x in reversed(backends())}
+        found = {x.name: _path(x, name, call, target) for x in reversed(backends())}
     backend, reason = serving_device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         backend, reason = None, f"torch {torch.__version__} finds no GPU here"
@@ -90,6 +90,14 @@ def explain(
     nbytes = sum(x.numel() * x.itemsize for x in results)
     answers = None if backend is None else backend.name
     return Explanation(name, device, answers, reason, found, nbytes)
+
+
+def _path(backend: Backend, op: str, call: Any, target: str | None) -> Path:
+    """`path_of`, with a backend's reason to be experimental among its details."""
+    path = backend.path_of(op, call, target)
+    if path.kernel is None or (reason := backend.untested(target)) is None:
+        return path
+    return dataclasses.replace(path, details=path.details | {"experimental": reason})
 
 
 def _check(op: str, given: dict[str, Any]) -> None:

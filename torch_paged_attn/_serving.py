@@ -2,16 +2,16 @@
 
 Which kernel a call takes follows from the numbers of its sequences and queries and from two hints.
 `Serving.steps` lists combinations of them, closer together where kernels change, far more than
-there are kernels. Processes without a GPU plan them all and compile what is missing; the engine's
-process then makes one call for each kernel, which loads it.
+there are kernels. Processes without a GPU plan some of each line of them, by which kernels these
+take, and compile what is missing; the engine's process then makes one call for each kernel, which
+loads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,38 @@ def _key_hints(most: int) -> list[int]:
     """The values of max_seqlen_k between which no plan differs."""
     steps = range(KEY_STEP, min(most, KEYS_IN_STEPS), KEY_STEP)
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
+
+
+def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
+    return isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]
+
+
+class Calls(Sequence[Callable[[], None]]):
+    """A call for each size: a number of tokens that are written, or a step of attention. Far more
+    than are made, so each is put together when it is asked for.
+
+    Attributes:
+        lines: ranges of neighbours that differ in max_seqlen_k alone, which increases. Along most
+            lines kernels change once or never
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int], None],
+        attend: Callable[[Step], None],
+        sizes: list[int | Step],
+    ) -> None:
+        self._write, self._attend, self._sizes = write, attend, sizes
+        ends = [i for i in range(1, len(sizes)) if not _are_on_a_line(sizes[i - 1], sizes[i])]
+        self.lines = list(map(range, [0, *ends], [*ends, len(sizes)]))
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        size = self._sizes[index]
+        call: Any = self._attend if isinstance(size, Step) else self._write
+        return functools.partial(call, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +137,10 @@ class Serving:
             for total in _sizes(most, min(most, batch + long - 1)):
                 yield total, long
 
-    def calls(self, device: torch.device) -> list[Callable[[], None]]:
+    def calls(self, device: torch.device) -> Calls:
         """The calls on a device. No sequence has a query or a key: kernels return at once."""
-        write, attend = self._writing(device), self.attention(device)
-        return [
-            *(functools.partial(write, tokens) for tokens in _sizes(self.max_tokens)),
-            *map(functools.partial, itertools.repeat(attend), self.steps()),
-        ]
+        sizes: list[int | Step] = [*_sizes(self.max_tokens), *self.steps()]
+        return Calls(self._writing(device), self.attention(device), sizes)
 
     def attention(self, device: torch.device) -> Callable[[Step], None]:
         """A function that makes a call of attention of these sizes."""

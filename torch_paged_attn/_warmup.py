@@ -31,7 +31,7 @@ FEW = 64
 MOST_PROCESSES = 8
 
 
-def _sizes(most: int) -> list[int]:
+def sizes_up_to(most: int) -> list[int]:
     """All powers of two and numbers halfway between two of them up to `most`, and `most` itself."""
     powers = [2**i for i in range(most.bit_length())]
     halfway = [3 * n // 2 for n in powers if n > 1 and 3 * n // 2 <= most]
@@ -108,15 +108,15 @@ def warmup(
         num_processes = min(usable_cores(), MOST_PROCESSES)
     if num_processes < 1:
         fail("warmup", "num_processes", num_processes, "at least 1, or None")
-    make_calls = functools.partial(
-        _make_calls,
+    described, make_calls = calls_of(
         num_heads, num_kv_heads, (head_dim, head_dim if head_dim_v is None else head_dim_v),
         dtype, dtype if kv_dtype is None else kv_dtype, page_size, max_batch, max_tokens, layout,
         options,
     )  # fmt: skip
     if num_processes > 1:
         backend, _ = serving_device(device)
-        if backend is not None and (compiler := backend.compiler()) is not None:
+        compiler = None if backend is None else backend.compiler()
+        if compiler is not None and compiler.compiled_elsewhere(described, device) is None:
             compiler.compile_ahead(make_calls, device, num_processes)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -129,6 +129,17 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def calls_of(*arguments: Any) -> tuple[str, Callable[[torch.device], None]]:
+    """A description of a warm-up, and the function that makes its calls on a device: from the
+    arguments of `_make_calls`. Layouts and other tensors are described by their shapes alone.
+    """
+    *plain, layout, options = arguments
+    shown = {n: x.shape if isinstance(x, torch.Tensor) else x for n, x in sorted(options.items())}
+    sizes = None if layout is None else layout.crow_indices.shape
+    described = f"warmup {*plain, sizes, shown}"
+    return described, functools.partial(_make_calls, *arguments)
 
 
 def _make_calls(
@@ -160,14 +171,15 @@ def _make_calls(
             zeros(pages, page_size, num_kv_heads, dim, dtype=kv_dtype).transpose(1, 2)
             for dim in dims
         )
-        for tokens in _sizes(max_tokens):
-            # a negative slot writes nothing
-            slots = torch.full((tokens,), -1, device=device)
-            reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
+        for tokens in sizes_up_to(max_tokens):
+            # a negative slot writes nothing; PagedKVCache has slots of 32 bits, engines of 64
+            for of_slots in (torch.int64, torch.int32):
+                slots = torch.full((tokens,), -1, dtype=of_slots, device=device)
+                reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
     attend: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
     with torch.inference_mode():
-        lengths_of_queries = [*_sizes(max_tokens), *RAGGED]
-        for batch, length in itertools.product(_sizes(max_batch), lengths_of_queries):
+        lengths_of_queries = [*sizes_up_to(max_tokens), *RAGGED]
+        for batch, length in itertools.product(sizes_up_to(max_batch), lengths_of_queries):
             total = batch * length
             if total > max_tokens:
                 continue

@@ -29,3 +29,5 @@ TPU_DONATE = _flag("PAGED_ATTN_TPU_DONATE")
 PROFILE = _flag("PAGED_ATTN_PROFILE")
 # the library of CPU kernels; by default the one beside this file
 LIBRARY = Path(os.environ.get("PAGED_ATTN_LIBRARY") or Path(__file__).parent / "_C.abi3.so")
+# folders of compiled kernels, in which Triton looks first (`use_compiled` replaces them)
+KERNELS = tuple(map(Path, filter(None, os.environ.get("PAGED_ATTN_KERNELS", "").split(os.pathsep))))

@@ -182,6 +182,8 @@ SAMPLES: dict[str, Sample] = {
                 "selected/many_keys/bf16",
             ),
             "selected_gaps": (),
+            # the slowest of all: more than 30 seconds
+            "selected_gradients_agree": (),
             "selected_gradients_unseen_memory": (),
         },
     ),

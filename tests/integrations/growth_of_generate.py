@@ -1,7 +1,10 @@
 """Loops of a small model whose keys grow, for `kernel_counts.counted_in`."""
 
+from unittest import mock
+
 import torch
 import transformers
+from transformers.cache_utils import QuantizedLayer
 
 from torch_paged_attn.integrations import transformers as paged
 
@@ -39,3 +42,65 @@ def verify(steps):
     with torch.inference_mode():
         for step in range(steps):
             made(torch.full((1, 5 if step else 30), 5), past_key_values=cache)
+
+
+class Rounded(QuantizedLayer):
+    """A layer of a quantised cache, in 8 bits."""
+
+    def _quantize(self, x, axis):
+        scale = x.abs().amax() / 127 + 1e-6
+        return (x / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, quantized):
+        x, scale = quantized
+        return x * scale
+
+
+def quantised(steps):
+    """`steps` tokens after a prompt of 30, with a cache of which all but the last 16 are in 8 bits
+    and become new tensors in each step."""
+    made = model()
+    cache = transformers.Cache(layers=[Rounded(residual_length=16)])
+    with torch.inference_mode():
+        for step in range(steps):
+            made(torch.full((2, 1 if step else 30), 5), past_key_values=cache)
+
+
+def batches(count):
+    """Continuous batching of `count` prompts of growing lengths, each with as many new tokens."""
+    from kernel_counts import on_chip
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers.generation.continuous_batching import ContinuousBatchingManager as Manager
+
+    loop = Manager._run_generation_loop
+
+    def run(self):  # in a thread of its own
+        with on_chip():
+            loop(self)
+
+    made = paged.use(model())
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    options = {"page_size" if "page_size" in fields else "block_size": 16}
+    config = ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=256, **options)
+    tokens = GenerationConfig(
+        max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=False
+    )
+    with mock.patch.object(Manager, "_run_generation_loop", run):
+        results = made.generate_batch(
+            [[5] * (1 + 7 * i) for i in range(count)],
+            generation_config=tokens,
+            continuous_batching_config=config,
+        )
+    failed = [x.error for x in results.values() if x.error]
+    assert len(results) == count and not failed, failed
+
+
+def kinds_of_generate(arch, steps):
+    """How many kinds of calls the host worked out in `steps` tokens."""
+    from kernel_counts import counted
+
+    from torch_paged_attn.backends.triton.runtime import launch_cache
+
+    with counted(arch):
+        generate("dynamic", steps, False)
+        return len(launch_cache._kinds)

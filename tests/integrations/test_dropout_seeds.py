@@ -10,6 +10,8 @@ from torch.utils import checkpoint
 
 from torch_paged_attn.integrations import diffusers, flash_attn, transformers
 
+# `make test-gpu` runs this file on the oldest torch
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUDGETS = [
     {"activation_memory_budget": 1.0},
     {"activation_memory_budget": 0.5},
@@ -44,7 +46,7 @@ CASES += [(by_diffusers, BUDGETS[3]), (by_transformers, BUDGETS[3])]
 def off_by(call):
     """By how much of the result its mask and that of the gradient differ."""
     torch.manual_seed(0)
-    q, k, v, w = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(4))
+    q, k, v, w = (torch.randn(1, 8, 2, 16, requires_grad=True, device=DEVICE) for _ in range(4))
     result = call(q, k, v, w[0, :, 0].repeat(2, 1)).sum()
     result.backward()
     return float(abs(result - (v * v.grad).sum()).detach() / abs(result).detach())
@@ -82,10 +84,10 @@ def test_a_region_with_a_budget_is_refused():
 
 def test_a_graph_without_gradients_is_whole():
     torch._dynamo.reset()
-    args = [torch.randn(1, 8, 2, 16) for _ in range(3)]
+    args = [torch.randn(1, 8, 2, 16, device=DEVICE) for _ in range(3)]
     compiled = torch.compile(by_flash_attn, backend="aot_eager", fullgraph=True)
     with config.patch(activation_memory_budget=0.0), torch.no_grad():
-        assert compiled(*args, torch.randn(16, 16)).shape == (1, 8, 2, 16)
+        assert compiled(*args, torch.randn(16, 16, device=DEVICE)).shape == (1, 8, 2, 16)
 
 
 POLICY = None

@@ -22,11 +22,18 @@ def process():
         (loops.generate, "static", STEPS, False),
         (loops.generate, "dynamic", STEPS, False, 37),
         (loops.verify, STEPS),
+        (loops.quantised, STEPS),
+        (loops.batches, 24),
     ],
-    ids=["dynamic", "padded", "static", "sliding", "guessed"],
+    ids=["dynamic", "padded", "static", "sliding", "guessed", "quantised", "batches"],
 )
 def test_no_length_is_compiled_in(call, process):
     from kernel_counts import counted_in
 
     kernels = counted_in(process, "sm90", *call)
     assert 0 < len(kernels) <= MOST, kernels.report()
+
+
+def test_steps_of_a_cache_that_grows_are_one_kind(process):
+    """Of the prompt and of its tokens: what is worked out for a kind takes longer than the rest."""
+    assert process.submit(loops.kinds_of_generate, "sm90", 20).result() == 2

@@ -57,6 +57,7 @@ def as_op(gradients):
     return [torch.empty(0) if x is None else to_torch(x) for x in gradients]
 
 
+@pytest.mark.device_suite
 def test_either_way_of_the_dmas_and_two_cores_give_the_same_bits():
     args, results, truth = case(EVERYTHING)
     found = as_op(watch(backward(args, results), "on_wait"))

@@ -6,6 +6,7 @@ and every kind of cache write, merge and look-up of slots.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from dispatched import dispatched
@@ -305,6 +306,21 @@ def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
     return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
 
 
+def _select_keys(
+    dtype: torch.dtype, heads: int, groups: int, pages: bool, **options: Any
+) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.select_keys import select_keys
+
+    q, weights = torch.zeros(40, heads, 128, dtype=dtype), torch.zeros(40, heads)
+    cu_seqlens, used = torch.tensor([[0, 40], [0, 700]], dtype=torch.int32), None
+    k, table = torch.zeros(700, groups, 128, dtype=dtype), None
+    if pages:
+        k, used = k[:640].view(10, 64, groups, 128).transpose(1, 2), cu_seqlens[1, 1:]
+        table = torch.zeros(1, 10, dtype=torch.int32)
+    lengths = (None, 40, 0, used, table) if pages else (cu_seqlens[1], 40, 0)
+    return lambda: select_keys(q, k, weights, cu_seqlens[0], *lengths, **options)
+
+
 # heads as models have them
 MORE_SELECTED = {
     p.name: p
@@ -331,6 +347,26 @@ MORE_SELECTED = {
             page_size=128,
             selected=Selected(6, 128, "kv"),
         ),
+        # each unit is named by many tokens
+        Problem(
+            "selected/m3_prefill/bf16",
+            ((700, 300),),
+            64,
+            4,
+            128,
+            dtype=bf16,
+            page_size=128,
+            selected=Selected(3, 128, "kv", own=True),
+        ),
+        Problem(
+            "selected/packed_prefill/f16",
+            ((900, 300), (100, 0)),
+            64,
+            4,
+            64,
+            dtype=torch.float16,
+            selected=Selected(3, 64, "kv", own=True),
+        ),
     )
 }
 
@@ -353,6 +389,14 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     calls["append_slots/equal"] = functools.partial(_append_slots, None)
     for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
         calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)
+    for name, options in {
+        "dsa/bf16": dict(dtype=bf16, heads=64, groups=1, pages=False, num_units=512),
+        "blocks/f32": dict(
+            dtype=f32, heads=8, groups=2, pages=True, num_units=4, select_size=64, pool="mean",
+            force_last=1,
+        ),
+    }.items():  # fmt: skip
+        calls[f"select_keys/{name}"] = functools.partial(_select_keys, **options)
     calls["append_slots/ragged"] = functools.partial(_append_slots, list(range(0, 20, 2)))
     return calls
 

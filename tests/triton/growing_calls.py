@@ -2,6 +2,7 @@
 returns a function of the step's number; what it computes is worth nothing.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -343,14 +344,14 @@ def merges(new: New) -> Step:
     return step
 
 
-def latent(new: New, is_decode: bool) -> Step:
+def latent(new: New, is_decode: bool, page_size: int = 64) -> Step:
     """Latent attention (MLA) over pages of one head of 576 numbers, whose first 512 are values."""
-    pages = new(4096, 1, 64, 576)
+    pages = new(4096, 1, page_size, 576)
 
     def step(i: int) -> Any:
         lengths = [1] * BATCH if is_decode else [60 + 9 * i, 30 + i]
         keys = [500 + 21 * i] * BATCH if is_decode else lengths
-        width = -(-max(keys) // 64)
+        width = -(-max(keys) // page_size)
         return tpa.flash_varlen(
             new(sum(lengths), 16, 576), pages, pages[..., :512],
             cu_seqlens_q=new.bounds(lengths), max_seqlen_q=max(lengths), max_seqlen_k=max(keys),
@@ -403,6 +404,11 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "merge_states": merges,
     "latent/decode": lambda new: latent(new, is_decode=True),
     "latent/prefill": lambda new: latent(new, is_decode=False),
+    **{
+        f"latent/decode_{n}": functools.partial(latent, is_decode=True, page_size=n)
+        for n in (1, 16, 17, 32, 128)
+    },
+    "latent/prefill_16": lambda new: latent(new, is_decode=False, page_size=16),
 }
 
 

@@ -85,6 +85,20 @@ def _zeros(results: Any) -> Any:
     return results
 
 
+def on_chip() -> contextlib.AbstractContextManager[Any]:
+    """Within it, the operators of this thread take the kernels of the chip that is counted for."""
+    from torch_paged_attn.backends.triton.compile_ahead import OnGPU
+
+    class Zeros(OnGPU):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            results = super().__torch_dispatch__(func, types, args, kwargs)
+            return _zeros(results) if func.namespace == "paged_attn" else results
+
+    return Zeros()
+
+
 @contextlib.contextmanager
 def counted(arch: str) -> Iterator[Kernels]:
     """Within it, calls of the package start no kernel, and those are noted that they would compile
@@ -93,7 +107,6 @@ def counted(arch: str) -> Iterator[Kernels]:
     from cross_compile import elsewhere
     from triton.runtime.jit import JITFunction, compute_cache_key
 
-    from torch_paged_attn.backends.triton.compile_ahead import OnGPU
     from torch_paged_attn.backends.triton.runtime import launch_cache
 
     kernels, run = Kernels(), JITFunction.run
@@ -108,17 +121,10 @@ def counted(arch: str) -> Iterator[Kernels]:
         if key not in of:
             of[key] = _described(kernel, arguments, specialization, options)
 
-    class Zeros(OnGPU):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            results = super().__torch_dispatch__(func, types, args, kwargs)
-            return _zeros(results) if func.namespace == "paged_attn" else results
-
     launch_cache.clear()
     JITFunction.run = note  # type: ignore[method-assign]
     try:
-        with elsewhere(arch), Zeros():
+        with elsewhere(arch), on_chip():
             yield kernels
     finally:
         JITFunction.run = run  # type: ignore[method-assign]

@@ -44,7 +44,13 @@ def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("layout", [st.none(), layouts], ids=["flash_varlen", "blocksparse"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(st.none(), id="flash_varlen"),
+        pytest.param(layouts, id="blocksparse", marks=pytest.mark.device_suite),
+    ],
+)
 def test_fuzzed_plans_agree_with_the_reference(layout, seed, run, device):
     """Every option mixed. On a GPU there is no time to shrink them."""
     phases = [hypothesis.Phase.generate] if HAS_GPU else list(hypothesis.Phase)

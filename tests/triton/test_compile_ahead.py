@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import subprocess
+import sys
 import types
 
 import pytest
@@ -47,3 +49,23 @@ def test_each_kernel_once(hopper):
 def test_failures_are_reported(hopper):
     with pytest.warns(UserWarning, match=r"1 of 1 processes .* nothing to call on cpu"):
         compile_ahead.compile_ahead(refuse, CPU, 1)
+
+
+def two_calls(device):
+    """Calls that take one of two kernels each."""
+    return [functools.partial(merge, [x], device) for x in (torch.bfloat16, torch.float16)]
+
+
+def test_a_call_that_takes_a_new_kernel_is_named(hopper):
+    assert compile_ahead.compile_calls(two_calls, CPU, 1) == [0, 1]
+    assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
+
+
+def test_a_process_imports_no_compiler_of_torch(hopper):
+    """Torch would import it, for seconds, to keep it from a mode."""
+    command = (
+        "import sys, torch; from torch_paged_attn.backends.triton.compile_ahead import OnGPU\n"
+        "with OnGPU(): torch.zeros(3)\n"
+        "sys.exit('torch._dynamo.symbolic_convert' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True)

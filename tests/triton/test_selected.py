@@ -1,4 +1,4 @@
-"""`selected_mass` and `select_keys` in Triton's interpreter, against their formulas."""
+"""`selected_mass` and `select_keys` on a GPU or in Triton's interpreter, against their formulas."""
 
 import pytest
 import torch
@@ -10,8 +10,12 @@ from torch_paged_attn.testing.inputs import cumulative
 HINTS = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0}
 
 
+def on(device, args):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+
+
 @pytest.mark.parametrize("name", ["quest/decode/f16", "minimax_m3/decode/bf16"])
-def test_selected_mass(name):
+def test_selected_mass(name, device):
     from torch_paged_attn.backends.triton.selected_mass import selected_mass
 
     call = build(SELECTED[name])
@@ -22,7 +26,7 @@ def test_selected_mass(name):
         reference.selected_mass(**args, precision=precision)
         for precision in (reference.GOLDEN, reference.BASELINE)
     )
-    assert_as_right_as(selected_mass(**args), golden, peer)
+    assert_as_right_as(selected_mass(**on(device, args)), golden, peer)
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "paged"])
@@ -30,7 +34,7 @@ def test_selected_mass(name):
     "pool, score, size, causal",
     [("max", "relu", 1, True), ("mean", "identity", 4, True), ("sum", "relu", 16, False)],
 )
-def test_select_keys(pool, score, size, causal, is_paged):
+def test_select_keys(pool, score, size, causal, is_paged, device):
     """Scores are whole numbers, many of them equal: the ids are the same."""
     from torch_paged_attn.backends.triton.select_keys import select_keys
 
@@ -49,8 +53,26 @@ def test_select_keys(pool, score, size, causal, is_paged):
     else:
         args |= {"k": numbers(90, 2, 8), "weights": numbers(14, 4)}
         args["cu_seqlens_k"] = cumulative([50, 5, 30])
-    found, wanted = (f(**args, **options) for f in (select_keys, reference.select_keys))
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    found = select_keys(**on(device, args), **options)
+    wanted = reference.select_keys(**args, **options)
+    assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("spread", [1, 10**6], ids=["equal", "apart"])
+def test_select_keys_of_long_rows(spread, monkeypatch):
+    """Rows that no program holds at once: where few scores are near the last one, and where so many
+    are equal to it that a sample of a row is of no use."""
+    from torch_paged_attn.backends.triton import select_keys
+
+    monkeypatch.setattr(select_keys, "READ", 1024)
+    g = torch.Generator().manual_seed(2)
+    k = torch.randint(-spread, spread + 1, (4000, 1, 1), generator=g).float()
+    args = HINTS | {"q": torch.tensor([[[1.0]], [[-1.0]]]), "k": k, "weights": None}
+    args |= {"cu_seqlens_q": cumulative([2]), "cu_seqlens_k": cumulative([4000])}
+    for options in ({"num_units": 300}, {"num_units": 1500, "force_first": 1, "force_last": 3}):
+        found = select_keys.select_keys(**args, **options, score="identity")
+        wanted = reference.select_keys(**args, **options, score="identity")
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("name", ["selected/everything/f32", "odd_sizes/f32"])

@@ -9,6 +9,7 @@ import torch
 from cross_compile import elsewhere
 
 from torch_paged_attn._serving import MOST_ROWS, Serving, Step
+from torch_paged_attn.backends.triton.compile_ahead import sample
 from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 
@@ -82,12 +83,18 @@ def keys_taken(serving, steps, arch="sm90"):
 
     from torch_paged_attn.backends.triton.compile_ahead import OnGPU
 
-    keys = set()
+    keys, of_call = set(), []
 
     def note(kernel, *args, grid, warmup, **kwargs):
         *_, key_cache, _, _, bind = kernel.device_caches[arch]
         _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
-        keys.add(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
+        of_call.append(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
+        keys.add(of_call[-1])
+
+    def taken(i):
+        of_call.clear()
+        calls[i]()
+        return tuple(of_call)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", note))
@@ -95,8 +102,9 @@ def keys_taken(serving, steps, arch="sm90"):
         stack.enter_context(OnGPU())
         stack.enter_context(torch.inference_mode())
         cpu = torch.device("cpu")
-        for call in serving.calls(cpu):
-            call()
+        calls = serving.calls(cpu)
+        for line in calls.lines:
+            sample(line, taken)
         warmed, missed = len(keys), []
         attend = serving.attention(cpu)
         for step in steps:
@@ -132,6 +140,19 @@ def test_no_step_takes_another_kernel(name, sizes, count, compiler):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
+        ("d128", {"max_batch": 3, "max_tokens": 512, "max_length": 2048}),
+        *(pytest.param(name, LARGE, marks=thorough) for name in MODELS),
+    ],
+)
+def test_samples_of_lines_take_all_kernels_of_all_steps(name, sizes, compiler):
+    serving = serving_of(name, sizes)
+    _, missed = compiler.submit(keys_taken, serving, list(serving.steps())).result()
+    assert missed == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
         ("d128", {"max_batch": 1, "max_tokens": 300, "max_length": 4608}),
         *(
             pytest.param(name, sizes, marks=thorough)
@@ -153,3 +174,27 @@ def test_no_step_of_few_sequences_takes_another_kernel(name, sizes, compiler):
 
 def test_the_hint_on_queries_says_something_for_so_many_rows():
     assert MOST_ROWS == BLOCK_M == MOST_SAID
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 22])
+def test_a_line_is_sampled_where_kernels_change(length):
+    """However often they change, if both ends or the middle show it."""
+    for changes in ([], [length - 1], [length // 3, length // 2]):
+        made = []
+
+        def taken(i, changes=changes, made=made):
+            made.append(i)
+            return sum(i >= change for change in changes)
+
+        sample(range(length), taken)
+        assert len(set(made)) == len(made) <= length
+        assert {0, length - 1} <= set(made)
+        kernels = {sum(i >= change for change in changes) for i in range(length)}
+        assert {sum(i >= change for change in changes) for i in made} == kernels
+
+
+def test_lines_are_all_calls_and_differ_in_keys_alone():
+    calls = serving_of("d128", TINY).calls(torch.device("cpu"))
+    assert [i for line in calls.lines for i in line] == list(range(len(calls)))
+    assert {len({calls[i].args[0][:3] for i in x}) for x in calls.lines if len(x) > 1} == {1}
+    assert len(calls.lines) < len(calls) / 2

@@ -81,7 +81,7 @@ def compile_paired(keeps_flags, by_columns):
 @pytest.mark.parametrize(
     "keeps_flags, by_columns, mixes",
     [
-        (True, True, True),
+        pytest.param(True, True, True, marks=pytest.mark.device_suite),
         (False, True, False),
         pytest.param(True, False, False, marks=pytest.mark.device_suite),
     ],

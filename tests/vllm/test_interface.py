@@ -1,11 +1,17 @@
 """Our classes take what the installed vLLM hands to a backend's."""
 
 import inspect
+import types
 
 import pytest
+import torch
 from vllm.v1.attention import backend as stock
 
+from torch_paged_attn import _model_calls
+from torch_paged_attn._model_calls import Sizes
+from torch_paged_attn._model_config import Layer
 from torch_paged_attn.integrations import _vllm_backend as ours
+from torch_paged_attn.integrations._vllm_warmup import serving_of
 
 PAIRS = {
     "AttentionBackend": ours.PagedAttentionBackend,
@@ -46,3 +52,17 @@ def test_a_layer_can_be_fed_by_a_fused_write():
     """`forward` runs without key and value: test_launches.py."""
     assert ours.PagedAttentionBackend.supports_kv_cache_update_bypass
     assert not ours.PagedAttentionBackend.forward_includes_kv_cache_update
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_kernels_are_compiled_elsewhere_for_the_same_calls(window):
+    """What `python -m torch_paged_attn compile` compiles for is what the plugin asks for."""
+    impl = ours.PagedAttention(32, 128, 128**-0.5, 8, None, window, "fp8", None)
+    engine = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=4096),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16, max_model_len=2000),
+    )
+    asked = serving_of(impl, engine, types.SimpleNamespace(block_size=16), None, False)
+    sizes = Sizes(torch.bfloat16, torch.float8_e4m3fn, 16, 64, 4096, 2000)
+    layer = Layer(32, 8, 128, 128, 128**-0.5, -1 if window is None else window - 1)
+    assert repr(_model_calls.serving_of(layer, sizes)) == repr(asked)

@@ -18,6 +18,14 @@ class Ranges(NamedTuple):
     end_together: bool  # whether each row's last key is the newest one
 
 
+class OfHeads(NamedTuple):
+    """The keys that are no padding, where each head of a row's keys is a sequence of its own."""
+
+    cu_seqlens_q: Tensor  # (batch * heads + 1,) int32, of one query each
+    first: Tensor  # (batch * heads,) int32: the first key, in rows of head_dim numbers
+    lengths: Tensor  # (batch * heads,) int32
+
+
 class Packing(NamedTuple):
     """Where the tokens that are no padding are, of all rows end to end."""
 
@@ -61,6 +69,7 @@ class ShortMask(Tensor):
     _full: Tensor | None
     _ranges: "Ranges | bool | None"
     _packings: "dict[int, Packing]"
+    _heads: "dict[tuple[int, int, int], OfHeads | None]"
     _kept: tuple[Any, ...]
 
     @staticmethod
@@ -79,7 +88,7 @@ class ShortMask(Tensor):
         mask._make, mask._size, mask._full = make, torch.Size(size), None
         mask.causal, mask.window, mask.written = causal, window, written
         mask.keys, mask.cu_seqlens = keys, cu_seqlens
-        mask._ranges, mask._packings = False, {}
+        mask._ranges, mask._packings, mask._heads = False, {}, {}
         mask._kept = ()
         return mask
 
@@ -147,6 +156,31 @@ class ShortMask(Tensor):
             self._ranges = _ranges_of(self.keys)
         assert not isinstance(self._ranges, bool)
         return self._ranges
+
+    def of_heads(self, batch: int, heads: int, apart: int) -> OfHeads | None:
+        """Where the keys of each row's heads are, which follow each other `apart` rows apart. None
+        if one query of a row does not see what these say. Made once for all layers.
+        """
+        key = batch, heads, apart
+        if key not in self._heads:
+            self._heads[key] = self._made_of_heads(*key)
+        return self._heads[key]
+
+    def _made_of_heads(self, batch: int, heads: int, apart: int) -> OfHeads | None:
+        count, device = batch * heads, self.device
+        int32 = {"dtype": torch.int32, "device": device}
+        first = torch.arange(0, count * apart, apart, **int32)
+        if self.keys is None:
+            lengths = torch.full((count,), self.written, **int32)
+        else:
+            ranges = self.ranges()
+            # without a causal mask or window no position matters
+            is_right = ranges is not None and ranges.first.shape[0] == batch
+            if not is_right or not (ranges.end_together or not (self.causal or self.window >= 0)):
+                return None
+            first += ranges.first.repeat_interleave(heads)
+            lengths = ranges.lengths.repeat_interleave(heads)
+        return OfHeads(torch.arange(count + 1, **int32), first, lengths)
 
     def packing(self, query_len: int) -> Packing:
         """The tokens that are no padding. Waits for the device, once for all layers."""

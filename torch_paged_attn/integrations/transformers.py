@@ -32,6 +32,7 @@ from torch_paged_attn.integrations._transformers_dense import (
     attend_dense,
     attend_rows,
     attend_short,
+    attend_step,
 )
 from torch_paged_attn.integrations._transformers_keywords import (
     IGNORED,
@@ -129,8 +130,15 @@ def attention_forward(
         NotImplementedError: a keyword that is not known, and not in `IGNORED`.
     """
     refuse_unknown(kwargs)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     short = short_form(attention_mask)
+    if short is not None and query.shape[2] == 1 and cache is cu_seq_lens_q is None:
+        others = s_aux, position_bias, indices, block_indices, sinks
+        if dropout == 0 and all(x is None for x in others):
+            step = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+            out = attend_step(query, key, value, short, step)
+            if out is not None:
+                return out.view(query.shape[0], 1, query.shape[1], value.shape[3]), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask_dim = None if attention_mask is None or short is not None else attention_mask.dim()
     if attention_mask is not None and mask_dim not in (None, 1, 2, 4):
         raise ValueError(

@@ -146,6 +146,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     if backend is None:
         refuse(name, reason)
     function = _function(backend, name)
+    paths.announce_experimental(backend.name, backend.untested())
     if name not in backend.announces:
         paths.announce(name, backend.name, f"its kernel for {key}")
     check, check_values = OPS[name]

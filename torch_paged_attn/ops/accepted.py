@@ -34,6 +34,7 @@ class Operator(NamedTuple):
     behind: int  # the number of arguments that every call passes by position
     lengths: tuple[int, ...]  # the positions of the lengths among them
     others: frozenset[str]  # arguments with a form that are given by name, but windows
+    indices: frozenset[str]  # those of them that are taken in int64, too
 
 
 def operator_of(op: torch._ops.OpOverload) -> Operator:
@@ -45,16 +46,16 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     lengths = tuple(i for i, _ in positions if i < behind)
     others = frozenset(name for _, name in positions).difference(WINDOWS)
     name = op._schema.name.removeprefix("paged_attn::")
-    return Operator(op, name, positions, behind, lengths, others)
+    return Operator(op, name, positions, behind, lengths, others, others.intersection(_INDICES))
 
 
 def as_accepted(
     operator: Operator, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, as the operator takes them."""
-    _, name, positions, behind, lengths, others = operator
+    _, name, positions, behind, lengths, others, indices = operator
     # a decode step's call has no more than this
-    if len(args) == behind and others.isdisjoint(options) and _are_usual(options):
+    if len(args) == behind and _are_usual(options, others, indices):
         for at in lengths:
             if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
                 break
@@ -69,8 +70,15 @@ def as_accepted(
     return tuple(found), options | {n: FORMS[n](name, n, x, args) for n, x in named.items()}
 
 
-def _are_usual(options: dict[str, Any]) -> bool:
-    """Whether the windows among the options are as operators take them."""
+def _are_usual(options: dict[str, Any], others: frozenset[str], indices: frozenset[str]) -> bool:
+    """Whether windows and indices among the options are as operators take them, and no other of
+    them has a form.
+    """
+    for name, x in options.items():
+        if name in others and (
+            name not in indices or getattr(x, "dtype", torch.int64) is torch.int64
+        ):
+            return False
     left, right = options.get(WINDOWS[0], -1), options.get(WINDOWS[1], -1)
     return type(left) is int and type(right) is int and left >= -1 <= right
 
@@ -127,7 +135,8 @@ def _bias(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
 
 def _window(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
     """A negative window as -1, unbounded, which is what flash-attn's are."""
-    return -1 if isinstance(x, numbers.Integral) and x < -1 else x
+    # an abstract class takes microseconds to ask
+    return -1 if (type(x) is int or isinstance(x, numbers.Integral)) and x < -1 else x
 
 
 _INDICES = (

@@ -61,6 +61,14 @@ class Backend:
         """Why the backend cannot run on this machine; None if it can."""
         return None
 
+    def untested(self, target: str | None = None) -> str | None:
+        """Why the backend is experimental on a chip: no such chip has run its tests. None if one
+        has.
+
+        target: a GPU as in `path`; None: the chip of this machine
+        """
+        return "its tests have run on no chip, in an emulator only"
+
     def is_asked_for(self, key: str) -> bool:
         """Whether the user has asked for this backend on a dispatch key, so that no other one may
         serve it where this one cannot run.

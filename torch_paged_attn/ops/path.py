@@ -25,7 +25,7 @@ class Path:
     """Bytes of memory besides arguments and results, all threads together; None if unknown."""
 
 
-_announced: set[tuple[str, str, str]] = set()
+_announced: set[tuple[str, ...]] = set()
 
 
 def announce(op: str, backend: str, kernel: str, reason: str = "") -> None:
@@ -36,3 +36,16 @@ def announce(op: str, backend: str, kernel: str, reason: str = "") -> None:
     _announced.add(key)
     why = f", because {reason}" if reason else ""
     logger.info("paged_attn::%s: %s, %s%s", op, backend, kernel, why)
+
+
+def announce_experimental(backend: str, reason: str | None) -> None:
+    """Log at a backend's first use that it is experimental on this machine's chip: an INFO line."""
+    if reason is None or (backend,) in _announced:
+        return
+    _announced.add((backend,))
+    logger.info(
+        "the %s backend is experimental on this device: %s. `python -m torch_paged_attn conformance"
+        " --device ...` tests it here",
+        backend,
+        reason,
+    )

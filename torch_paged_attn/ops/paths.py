@@ -21,6 +21,7 @@ from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.path import Path as Path
 from torch_paged_attn.ops.path import announce as announce  # backends log by this module
+from torch_paged_attn.ops.path import announce_experimental as announce_experimental
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
+
+X86 = ("x86_64", "amd64")
 
 
 class Cpu(Backend):
@@ -24,6 +27,10 @@ class Cpu(Backend):
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""
         return _load()
+
+    def untested(self, target: str | None = None) -> str | None:
+        """None on x86-64. The kernels for aarch64 have run in an emulator only."""
+        return None if platform.machine().lower() in X86 else super().untested()
 
     def path(self, op: str, call: Any, target: str | None = None) -> paths.Path:
         """Instruction set, products, and which of two engines the tasks of attention go to."""
@@ -64,6 +71,7 @@ def _announce(op: str, has_pairs: bool) -> None:
     """Log which kernel answers. C++ calls it before the first call that takes a kernel."""
     from torch_paged_attn.backends.cpu.path import kernel_name
 
+    paths.announce_experimental("cpu", BACKEND.untested())
     paths.announce(op, "cpu", kernel_name(op, has_pairs))
 
 

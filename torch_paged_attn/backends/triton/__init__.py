@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -29,6 +30,19 @@ class Triton(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
+
+    def untested(self, target: str | None = None) -> str | None:
+        """None on Hopper, and where there is no GPU."""
+        if target is None:
+            if not torch.cuda.is_available():
+                return None
+            from torch_paged_attn.backends.triton.runtime.target import target_of
+
+            target = target_of(torch.device("cuda")).arch
+        arch = target.partition(":")[0]
+        if arch == "sm90":
+            return None
+        return f"its kernels were compiled for {arch}, and no such GPU has run its tests"
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """Whether portable kernels run the call, Hopper's, or both, with which tiles and splits."""

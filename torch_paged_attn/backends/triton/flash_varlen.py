@@ -116,6 +116,8 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
         return None
     if support.is_short(call, longest):
         return "sequences are short and few" if support.is_small(call) else None
+    if chunks.are_small_prompts(call):
+        return None
     return support.unprofitable(call)
 
 

@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
 )
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
 from torch_paged_attn.backends.triton.hopper import mla, mla_work
+from torch_paged_attn.backends.triton.hopper import selected as latent_lists
 from torch_paged_attn.backends.triton.hopper import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.choices import Form, choose_tiles
 from torch_paged_attn.backends.triton.portable import tiles as portable
@@ -50,14 +51,14 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
     if target is None and assumed() is None and not _runs_here(call):
         reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
         return Path("triton", None, reason)
-    if op.startswith("select"):
-        return Path("triton", "portable", "keys that lists name have this kernel alone")
     # fake tensors have no addresses, so they are treated as in a trace
     with (
         contextlib.nullcontext() if target is None else assume(parse(target)),
         contextlib.nullcontext() if _has_addresses(call) else traced(),
     ):
-        if isinstance(call, AttentionCall):
+        if op.startswith("select"):
+            found = _selected(op, call)
+        elif isinstance(call, AttentionCall):
             found = _attention(call)
         elif isinstance(call, BackwardCall):
             found = _backward(call)
@@ -91,6 +92,26 @@ def parse(target: str) -> Target:
         expected = "an architecture and its multiprocessors, such as 'sm90:132' or 'gfx942:304'"
         fail("explain", "target", repr(target), expected)
     return Target.of_arch(arch, int(count))
+
+
+def _selected(op: str, call: Any) -> Path:
+    """Lists of latent keys have kernels of their own on Hopper."""
+    if op != "selected_attention":
+        return Path("triton", "portable", "keys that lists name have this kernel alone")
+    if (reason := latent_lists.unsupported(call)) is not None:
+        return Path("triton", "portable", reason)
+    options = latent_lists.options_of(call)
+    groups, _, elements = latent_lists.shares_of_call(call, options)
+    details = {
+        "target": target_of(call.q.device).arch,
+        "hopper": {
+            "heads_per_tile": options.PACKED_HEADS,
+            "keys_per_tile": latent_lists.PAIR,
+            "grid": (groups * options.HEAD_TILES,),
+        },
+    }
+    reason = "lists of single keys, whose values are columns of the keys; elsewhere, portable"
+    return Path("triton", "hopper latent", reason, details, WORD * elements)
 
 
 def _attention(call: AttentionCall) -> Path:

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import as_stored
+from torch_paged_attn.backends.triton.hopper import selected as hopper
+from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.portable import selected
 from torch_paged_attn.backends.triton.portable.selected_kernel import (
     _merge_selected_kernel,
@@ -35,6 +37,12 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     if call.batch == 0:  # rows of padding alone
         return out.zero_(), lse.fill_(float("-inf"))
+    if (hopper.unsupported(call) or hopper.unprofitable(call)) is None:
+        hopper.selected_attention(call, out, lse)
+        return out, lse
+    if (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
+        selected_units.attend(call, out, lse)
+        return out, lse
     target = target_of(call.q.device)
     config = selected.config_of(call, target)
     splits = selected.splits_of(call, target, config)

@@ -32,6 +32,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
 )
 from torch_paged_attn.backends.triton.hopper.support import unsupported as forward_unsupported
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    UNCUT,
     Lengths,
     TileOptions,
     most_tiles,
@@ -206,6 +207,7 @@ class _Kernel:
             TOKENS=self.options.TILE,
             BLOCK_N=config.PASS,
             OF_KEYS=of_keys,
+            **UNCUT,
         )
         self.list_tiles = plan_tile_list(
             call.batch, call.total_q, total_k, tile_options, call.q.device

@@ -13,6 +13,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     converts,
     gathers,
     has_few_tiles,
+    has_low_rows,
     is_float8,
     may_divide,
     reach_of,
@@ -130,3 +131,13 @@ def are_few_chunks(call: AttentionCall) -> bool:
         most = MOST_NUMBERED_OF_TWO if call.batch == 2 else MOST_NUMBERED_OF_SEVERAL
     least = MOST_LOW_8_BIT if are_low_8_bit_chunks(call) else 0
     return reach_of(call) <= max(most, least)
+
+
+def are_small_prompts(call: AttentionCall) -> bool:
+    """Whether this kernel is the faster one although tiles do not fill the chip: for few chunks of
+    heads of 128. Prompts of 203 tokens take 9 us, and 15 by the portable kernel; of heads of 64
+    both take 8 us.
+    """
+    if width_of(call.head_dim) != 128 or has_low_rows(call):
+        return False
+    return are_few_chunks(call) and is_divided_chunk(call)

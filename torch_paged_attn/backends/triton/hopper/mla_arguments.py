@@ -54,6 +54,9 @@ class MlaOptions(NamedTuple):
     # windows, which `scores.mask_window` asks for and this kernel does not have
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False
+    # lists name the keys, which threads copy (`selected_kernel.py`)
+    OF_LISTS: bool = False
+    HAS_ROPE: bool = True
 
 
 class MlaParams(NamedTuple):

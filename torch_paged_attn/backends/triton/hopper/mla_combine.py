@@ -14,7 +14,7 @@ import triton.language as tl
 from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaSizes
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
-from torch_paged_attn.backends.triton.softmax import finite_or_zero
+from torch_paged_attn.backends.triton.softmax import finite_or_zero, with_sink
 
 # sequences whose lengths are loaded together
 LOOKED_AT = tl.constexpr(128)
@@ -45,6 +45,56 @@ def _group_of(unit, groups, total):
     return (((unit + 1).to(tl.int64) * groups - 1) // total).to(tl.int32)
 
 
+@triton.jit
+def add_parts(
+    row, in_tile, first, parts, out_ptr, pointers, sinks, has_sinks, total_q, num_heads, programs,
+    OPTIONS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Add up the `parts` parts of a token, those of group number `first` and of the next ones, and
+    write its result and lse. in_tile: the token's first row of its tile. What a program of the
+    second kernel adds up is SHARES."""
+    HEADS: tl.constexpr = SHARES[0]
+    PARTS: tl.constexpr = SHARES[1]
+    COLUMNS: tl.constexpr = SHARES[2]
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_tile += head % OPTIONS.PACKED_HEADS
+    exists = head < num_heads
+    references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    weights = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
+    for s0 in tl.range(0, parts, PARTS):
+        s = s0 + tl.arange(0, PARTS)
+        slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * OPTIONS.HEAD_TILES
+        part = slot[:, None] + (head // OPTIONS.PACKED_HEADS)[None, :]
+        is_part = (s < parts)[:, None] & exists[None, :]
+        of_part = references + part * (2 * ROWS) + in_tile[None, :]
+        m_part = tl.load(of_part, mask=is_part, other=float("-inf"))
+        weight_part = tl.load(of_part + ROWS, mask=is_part, other=0.0)
+        at = (part * ROWS + in_tile[None, :]).to(tl.int64) * WIDTH
+        values = pointers.parts + at[:, :, None] + column[None, None, :]
+        acc_part = tl.load(values, mask=is_part[:, :, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 0))
+        shift = finite_or_zero(m_new)
+        old, new = tl.exp2(m - shift), tl.exp2(m_part - shift[None, :])
+        weights = weights * old + tl.sum(weight_part * new, 0)
+        acc = acc * old[:, None] + tl.sum(acc_part * new[:, :, None], 0)
+        m = m_new
+    m *= LN2
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=exists & has_sinks, other=float("-inf"))
+        m, weights, shrink = with_sink(m, weights, sink)
+        acc *= shrink[:, None]
+    divisor = tl.where(weights == 0.0, 1.0, weights)
+    lse = tl.where(weights == 0.0, float("-inf"), m + tl.log(divisor))
+    tl.store(pointers.lse + head.to(tl.int64) * total_q + row, lse, mask=exists)
+    at = (row.to(tl.int64) * num_heads + head) * WIDTH
+    out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] + column[None, :], out, mask=exists[:, None])
+
+
 @triton.jit(do_not_specialize=(*MlaSizes._fields, "num_heads", "programs"))
 def _hopper_mla_combine_kernel(
     out_ptr, pointers,
@@ -56,11 +106,7 @@ def _hopper_mla_combine_kernel(
     (HEADS, PARTS, COLUMNS). `programs` is the number of programs of the first kernel. Tokens of
     tiles that one program did alone are left as they are. Sizes come one by one, as in
     `mla_kernel.py`."""
-    HEADS: tl.constexpr = SHARES[0]
-    PARTS: tl.constexpr = SHARES[1]
-    COLUMNS: tl.constexpr = SHARES[2]
     TOKENS: tl.constexpr = OPTIONS.TOKENS
-    ROWS: tl.constexpr = OPTIONS.ROWS
     HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     row = tl.program_id(0)
@@ -88,34 +134,8 @@ def _hopper_mla_combine_kernel(
     # not end before the first one
     gdc_wait(IS_DEPENDENT)
     if parts > 1:
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        in_tile = token % TOKENS * OPTIONS.PACKED_HEADS + head % OPTIONS.PACKED_HEADS
-        exists = head < num_heads
-        references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
-        m = tl.full([HEADS], float("-inf"), tl.float32)
-        weights = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-        for s0 in tl.range(0, parts, PARTS):
-            s = s0 + tl.arange(0, PARTS)
-            slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * HEAD_TILES
-            part = slot[:, None] + (head // OPTIONS.PACKED_HEADS)[None, :]
-            is_part = (s < parts)[:, None] & exists[None, :]
-            of_part = references + part * (2 * ROWS) + in_tile[None, :]
-            m_part = tl.load(of_part, mask=is_part, other=float("-inf"))
-            weight_part = tl.load(of_part + ROWS, mask=is_part, other=0.0)
-            at = (part * ROWS + in_tile[None, :]).to(tl.int64) * WIDTH
-            values = pointers.parts + at[:, :, None] + column[None, None, :]
-            acc_part = tl.load(values, mask=is_part[:, :, None], other=0.0)
-            m_new = tl.maximum(m, tl.max(m_part, 0))
-            shift = finite_or_zero(m_new)
-            old, new = tl.exp2(m - shift), tl.exp2(m_part - shift[None, :])
-            weights = weights * old + tl.sum(weight_part * new, 0)
-            acc = acc * old[:, None] + tl.sum(acc_part * new[:, :, None], 0)
-            m = m_new
-        divisor = tl.where(weights == 0.0, 1.0, weights)
-        lse = tl.where(weights == 0.0, float("-inf"), m * LN2 + tl.log(divisor))
-        tl.store(pointers.lse + head.to(tl.int64) * total_q + row, lse, mask=exists)
-        at = (row.to(tl.int64) * num_heads + head) * WIDTH
-        out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] + column[None, :], out, mask=exists[:, None])
+        in_tile = token % TOKENS * OPTIONS.PACKED_HEADS
+        add_parts(
+            row, in_tile, first, parts, out_ptr, pointers, None, False, total_q, num_heads,
+            programs, OPTIONS, SHARES,
+        )  # fmt: skip

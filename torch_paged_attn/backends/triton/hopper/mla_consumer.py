@@ -31,9 +31,11 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     rescale,
     scale_rows,
     update_softmax,
+    with_sink,
 )
 from torch_paged_attn.backends.triton.hopper.tma import store_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
+    BATCH,
     CONTEXT_LEN,
     FIRST_KEY,
     FIRST_PART,
@@ -56,10 +58,14 @@ class LatentRows(NamedTuple):
 
 
 @gluon.jit
-def _probabilities(s, start, m_i, l_i, rows, params, OPTIONS: gl.constexpr):
-    """Fold the scores of a block whose first key is `start` into the rows' references and sums; see
-    `update_softmax`, also for what is returned."""
-    if start + KEYS > rows.full_stop:
+def _probabilities(
+    s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Fold the scores of block W of pair n, whose first key is `start`, into the rows' references
+    and sums; see `update_softmax`, also for what is returned."""
+    if OPTIONS.OF_LISTS:
+        s = pipelines.seen.hide(s, n, W)
+    elif start + KEYS > rows.full_stop:
         s = mask_window(s, start, rows, params.scalars, OPTIONS)
     return update_softmax(s, m_i, l_i, params.scalars.scale_log2)
 
@@ -103,6 +109,8 @@ def _add_half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.cons
     SIDE: gl.constexpr = 1 if QUARTER == 1 or QUARTER == 2 else 0
     for i in gl.static_range(COLUMN_BOXES):
         pipelines.k.wait(n, QUARTER, i)
+        if OPTIONS.OF_LISTS:
+            fence_async_shared()  # products read in another way what threads have copied
         q = pipelines.q.half(n, SIDE).slice(i * WIDTH, WIDTH, dim=1)
         k = pipelines.k.half(n, QUARTER).slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=QUARTER % 2 + i > 0, is_async=True)
@@ -113,8 +121,10 @@ def _add_half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.cons
 def _add_rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """Ask for the products of block W's other quarter, and of the columns that are no values."""
     s = _add_half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
-    q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
-    return warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+    if OPTIONS.HAS_ROPE:
+        q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
+        s = warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -123,7 +133,7 @@ def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: 
     the rows' references and partial sums after the second block, `acc` after the first one, and
     the factor of `acc` before values of the second block are added."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
+    p, m_i, l_i, shrink = _probabilities(s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 0)
     p = p.to(pipelines.k.halves.dtype)
     _send_block(n, p, m_i, shrink, pipelines, 0)
     p = gl.convert_layout(p, operand)
@@ -187,7 +197,9 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
         acc = rescale(acc, shrink)
         # this product runs while the softmax below is computed
         pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
-        p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
+        p, m_i, l_i, shrink = _probabilities(
+            s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 1
+        )
         p = p.to(keys.halves.dtype)
         _send_block(n, p, m_i, shrink, pipelines, 1)
         acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
@@ -232,6 +244,42 @@ def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
         gl.store(references + part * (2 * ROWS) + ROWS + r, total)
 
 
+@gluon.constexpr_function
+def _stored_layout():
+    """Of this consumer's (ROWS, HALF) results: a thread's rows are those of its products, of which
+    it stores 16 bytes at a time."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+
+
+@gluon.jit
+def _store_rows(x, token, first_head, params, W: gl.constexpr):
+    """Store this consumer's columns of heads of a token."""
+    layout: gl.constexpr = _stored_layout()
+    x = gl.convert_layout(x, layout)
+    head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    row = (token.to(gl.int64) * params.scalars.num_heads + head) * (2 * HALF)
+    to = params.pointers.out + gl.expand_dims(row, 1) + gl.expand_dims(column, 0)
+    gl.store(to, x, mask=gl.expand_dims(head < params.scalars.num_heads, 1))
+
+
+@gluon.jit
+def add_sink(reference, total, head, has_sink, params):
+    """References, in base e, and sums of weights of rows with their sinks, if a call has any, and
+    factors of the rows' sums of values."""
+    gain = 1.0
+    if params.pointers.sinks is not None:
+        sink = gl.load(params.pointers.sinks + head, mask=has_sink, other=-float("inf"))
+        reference, total, gain = with_sink(reference, total, sink)
+    return reference, total, gain
+
+
 @gluon.jit
 def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """As consumer W, compute columns W * HALF to (W + 1) * HALF of every tile of queries."""
@@ -266,6 +314,8 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             n, m_i, l_i, acc = _second_blocks(
                 n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
             )
+        if OPTIONS.OF_LISTS:
+            pipelines.q.release()  # the next ones arrive while the result is stored
         total = _all_sums(l_i, tile, m_i, pipelines.exchange, W)
         q_start = work_info.get(tile, Q_START)
         stop_token = work_info.get(tile, STOP_TOKEN)
@@ -274,21 +324,33 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         token = first_token + r // PACKED_HEADS
         head = first_head + r % PACKED_HEADS
         exists = (token < stop_token) & (head < params.scalars.num_heads)
+        reference = m_i * LN2
+        gain = 1.0
+        if OPTIONS.OF_LISTS:
+            # of several parts of a tile, none gets the sink
+            has_sink = exists & (part < 0) & (work_info.get(tile, BATCH) < params.sizes.batch)
+            reference, total, gain = add_sink(reference, total, head, has_sink, params)
         if part >= 0:
             _store_part(acc, m_i, total, part, exists, params, W)
         else:
             if W == 0:
                 row = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q
-                gl.store(row + q_start + token, m_i * LN2 + gl.log2(total) * LN2, mask=exists)
-            # the result takes the place of the queries, which no warp reads any more
-            out = pipelines.q.half(n, W)
-            share = gl.where(total > 0.0, 1.0 / total, 0.0)
-            out.store(scale_rows(acc, share).to(out.dtype))
-            fence_async_shared()
-            box = pipelines.q.halves.index(W)
-            store_rows(params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF)
-            tma.store_wait(0)
-        pipelines.q.release()
+                gl.store(row + q_start + token, reference + gl.log2(total) * LN2, mask=exists)
+            share = gl.where(total > 0.0, gain / total, 0.0)
+            result_rows = scale_rows(acc, share).to(pipelines.k.halves.dtype)
+            if OPTIONS.OF_LISTS:
+                _store_rows(result_rows, q_start, first_head, params, W)
+            else:
+                # the result takes the place of the queries, which no warp reads any more
+                pipelines.q.half(n, W).store(result_rows)
+                fence_async_shared()
+                box = pipelines.q.halves.index(W)
+                store_rows(
+                    params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF
+                )
+                tma.store_wait(0)
+        if not OPTIONS.OF_LISTS:
+            pipelines.q.release()
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, NUM_KV_TILES)

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.hopper.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
 
 # rows of a tile of queries; keys of a block; columns of a quarter; columns that are no values
 ROWS, KEYS, HALF, ROPE = (gl.constexpr(i) for i in (64, 64, 256, 64))
@@ -141,6 +142,43 @@ class Exchange:
         return self.rows.index(3 * WARPGROUP + KIND)
 
 
+@aggregate
+class SeenKeys:
+    """Which keys of the blocks of a pair are seen, where lists name them. The room of block W is
+    written anew when quarter 2 W is."""
+
+    limits: gl.shared_memory_descriptor  # of scores, (2, KEYS) float32: -inf for keys not seen
+    whole: gl.shared_memory_descriptor  # (2, 4): whether all keys are seen that a warp copies
+    full: gl.shared_memory_descriptor  # a barrier for each block
+
+    @gluon.constexpr_function
+    def __init__(self, limits, whole, full):
+        self.limits = limits
+        self.whole = whole
+        self.full = full
+
+    @gluon.jit
+    def put(self, is_seen, BLOCK: gl.constexpr):
+        """Write, as the producer, which keys of a block are seen. Warp w copies rows 16 i + 4 w + j
+        for each i, j < 4."""
+        self.limits.index(BLOCK).store(gl.where(is_seen, float("inf"), -float("inf")))
+        of_warp = gl.reshape(is_seen.to(gl.int32), [4, 4, 4])
+        self.whole.index(BLOCK).store(gl.min(gl.min(of_warp, 0), 1))
+        thread_barrier()  # the thread that arrives has not written all of these
+        mbarrier.arrive(self.full.index(BLOCK), count=1)
+
+    @gluon.jit
+    def hide(self, s, n, BLOCK: gl.constexpr, OF_HEADS: gl.constexpr = 0):
+        """Scores of a block of pair n; -inf where a key is not seen, also in place of NaN. Axis
+        OF_HEADS has the heads."""
+        four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        mbarrier.wait(self.full.index(BLOCK), n & 1)
+        if gl.min(self.whole.index(BLOCK).load(four), 0) == 0:
+            limit = self.limits.index(BLOCK).load(gl.SliceLayout(OF_HEADS, s.type.layout))
+            s = gl.minimum(s, gl.expand_dims(limit, OF_HEADS))
+        return s
+
+
 class LatentPipelines(NamedTuple):
     """All of these, and the words about each tile (`work_info.py`)."""
 
@@ -148,10 +186,11 @@ class LatentPipelines(NamedTuple):
     k: Any
     exchange: Any
     work_info: Any
+    seen: Any = None
 
 
 @gluon.jit
-def new_queries(desc, rope_desc, OPTIONS: gl.constexpr):
+def new_queries(desc, rope_desc, OPTIONS: gl.constexpr, CONSUMERS: gl.constexpr = 2):
     """Room for a tile of queries."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
@@ -159,7 +198,7 @@ def new_queries(desc, rope_desc, OPTIONS: gl.constexpr):
     rest: gl.constexpr = [1, 1, 1, TOKENS, HEADS, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     rope = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
-    return LatentQueries(halves, rope, new_barriers(1, 1), new_barriers(1, 2))
+    return LatentQueries(halves, rope, new_barriers(1, 1), new_barriers(1, CONSUMERS))
 
 
 @gluon.jit
@@ -170,7 +209,9 @@ def new_keys(desc, rope_desc, OPTIONS: gl.constexpr):
     rest: gl.constexpr = [2, 1, 1, KEYS, 1, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     ropes = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
-    full, empty = new_barriers(QUARTERS * COLUMN_BOXES, 1), new_barriers(QUARTERS, 1)
+    # of keys that threads copy, each of the producer's threads says when its share has arrived
+    ARRIVALS: gl.constexpr = 128 if OPTIONS.OF_LISTS else 1
+    full, empty = new_barriers(QUARTERS * COLUMN_BOXES, ARRIVALS), new_barriers(QUARTERS, 1)
     return LatentKeys(halves, ropes, full, empty, COLUMN_BOXES)
 
 
@@ -180,3 +221,12 @@ def new_exchange():
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = gl.allocate_shared_memory(gl.float32, [6, ROWS], layout)
     return Exchange(rows, new_barriers(2, 1), new_barriers(2, 1))
+
+
+@gluon.jit
+def new_seen_keys():
+    """Room for which keys of a pair of blocks are seen."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    limits = gl.allocate_shared_memory(gl.float32, [2, KEYS], layout)
+    whole = gl.allocate_shared_memory(gl.int32, [2, 4], layout)
+    return SeenKeys(limits, whole, new_barriers(2, 1))

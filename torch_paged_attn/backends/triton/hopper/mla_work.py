@@ -50,11 +50,14 @@ def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     """
     room = target_of(call.q.device).multiprocessors * options.PROGRAMS
     groups = max(room // options.HEAD_TILES, 1)
-    tiles = tiles_of(call, options)
+    return even_groups(tiles_of(call, options), groups) * options.HEAD_TILES
+
+
+def even_groups(tiles: int, groups: int) -> int:
+    """So many groups of programs or a few less, if then tiles of equal length are each done by one
+    group, or cut in parts of equal length."""
     even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
-    if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
-        even = groups
-    return even * options.HEAD_TILES
+    return even if even * LEAST_BUSY >= groups * (LEAST_BUSY - 1) else groups
 
 
 def shares_of_combine(
@@ -63,9 +66,14 @@ def shares_of_combine(
     """The share of one program of the second kernel: heads, parts that it adds up at a time, and
     columns. `programs`: of the first kernel."""
     parts = programs // options.HEAD_TILES // tiles_of(call, options)
+    return shares_of(parts, call.total_q * call.num_heads)
+
+
+def shares_of(parts: int, rows: int) -> tuple[int, int, int]:
+    """The same for so many parts of a tile, and rows of all tiles."""
     if parts >= MANY_PARTS:
         return 1, 64, 128
-    return (2, 2, 512) if call.total_q * call.num_heads > MANY_ROWS else (1, 4, 512)
+    return (2, 2, 512) if rows > MANY_ROWS else (1, 4, 512)
 
 
 def part_elements(programs: int, options: MlaOptions) -> int:

@@ -172,13 +172,19 @@ def converts(call: AttentionCall) -> bool:
 def unprofitable(call: AttentionCall) -> str | None:
     """Why another kernel, with tiles of few rows or with keys that several programs share, is
     faster for a call that can take this one; None if this one is."""
-    rows = mean_length(call) * sharing_heads(call)
-    if rows <= BLOCK_M:
+    if has_low_rows(call):
+        rows = mean_length(call) * sharing_heads(call)
         return f"a sequence has {rows} rows for each head of keys"
     tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
     if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):
         return f"{tiles} tiles do not fill the chip"
     return None
+
+
+def has_low_rows(call: AttentionCall) -> bool:
+    """Whether all queries of a sequence of mean length, of all heads that read the same keys, are
+    no more than the rows of one consumer."""
+    return mean_length(call) * sharing_heads(call) <= BLOCK_M
 
 
 def reach_of(call: AttentionCall) -> int:

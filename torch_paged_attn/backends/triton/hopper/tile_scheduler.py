@@ -54,7 +54,7 @@ class TileOptions(NamedTuple):
     IS_PAGED: bool
     IS_CAUSAL: bool
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
-    TOKENS: int  # of a tile
+    TOKENS: int  # of a tile; 0: a number of the launch, as BLOCK_N is then
     BLOCK_N: int  # of the tiles that it visits, in which its work is counted
     OF_KEYS: bool = False  # tiles are of packed keys, and visit queries
     MOST_PARTS: int = 0  # pieces of tiles that are cut, of all heads; 0: none is
@@ -71,6 +71,10 @@ class TileOptions(NamedTuple):
     STRETCH: int = 0  # keys of the shortest piece, if pieces are stretches: see `stretches.py`
 
 
+# what is looked at at a time where no tile is cut
+UNCUT = {"PLACED": 8, "LOOKED_AT": 128, "STARTS": 256}
+
+
 @triton.jit
 def _missing_tokens(context_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """How many tokens the first tile lacks."""
@@ -78,14 +82,16 @@ def _missing_tokens(context_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr)
 
 
 @triton.jit
-def _tiles_from(cost, query_len, key_len, context_len, missing, OPTIONS: tl.constexpr):
+def _tiles_from(
+    cost, query_len, key_len, context_len, missing, tokens, block_n, OPTIONS: tl.constexpr
+):
     """How many tiles of a sequence visit at least `cost` tiles of keys: its last ones."""
-    tiles = tl.where(query_len > 0, tl.cdiv(query_len + missing, OPTIONS.TOKENS), 0)
-    before = (cost - 1) * OPTIONS.BLOCK_N  # a tile must see a key past these
+    tiles = tl.where(query_len > 0, tl.cdiv(query_len + missing, tokens), 0)
+    before = (cost - 1) * block_n  # a tile must see a key past these
     first = tl.zeros_like(tiles)
     if OPTIONS.IS_CAUSAL:
         context_len -= missing
-        first = tl.minimum(tl.maximum(before - context_len, 0) // OPTIONS.TOKENS, tiles)
+        first = tl.minimum(tl.maximum(before - context_len, 0) // tokens, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
 
 
@@ -185,13 +191,15 @@ def _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS: tl.const
     return length, keys, context_len, missing
 
 
-@triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
+@triton.jit(do_not_specialize=("batch", "total_q", "max_keys", "tokens", "block_n"))
 def _tile_order_kernel(
     tile_list_ptr,
     lengths,
     batch,
     total_q,
     max_keys,
+    tokens,
+    block_n,
     chip,
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -201,8 +209,8 @@ def _tile_order_kernel(
     if IS_DEPENDENT:
         # the attention kernel makes itself ready meanwhile, and waits
         tl.extra.cuda.gdc_launch_dependents()
-    TOKENS: tl.constexpr = OPTIONS.TOKENS
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    if OPTIONS.TOKENS > 0:
+        tokens, block_n = OPTIONS.TOKENS, OPTIONS.BLOCK_N
     IS_PAGED: tl.constexpr = OPTIONS.IS_PAGED
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
     IS_CUT: tl.constexpr = OPTIONS.MOST_PARTS > 0
@@ -222,7 +230,7 @@ def _tile_order_kernel(
         other = b0 + tl.arange(0, STARTS)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
-            (bound // TOKENS + GAP * other)[None, :] <= number[:, None]
+            (bound // tokens + GAP * other)[None, :] <= number[:, None]
         )
         before += started.to(tl.int32)
     b = tl.maximum(tl.sum(before, 1) - 1, 0)
@@ -232,22 +240,23 @@ def _tile_order_kernel(
     query_len = tl.maximum(q_stop - q_start, 0)
     k_start, key_len = keys_of(b, lengths, batch, max_keys, IS_PAGED)
     context_len = position_of_first(b, query_len, key_len, lengths[4], batch)
-    missing = _missing_tokens(context_len, TOKENS, IS_ALIGNED)
-    tile = number - q_start // TOKENS - GAP * b
-    first_token = tl.maximum(tile * TOKENS - missing, 0)
-    stop_token = tl.minimum((tile + 1) * TOKENS - missing, query_len)
+    missing = _missing_tokens(context_len, OPTIONS.TOKENS, IS_ALIGNED)
+    tile = number - q_start // tokens - GAP * b
+    first_token = tl.maximum(tile * tokens - missing, 0)
+    stop_token = tl.minimum((tile + 1) * tokens - missing, query_len)
     exists = (tile >= 0) & (first_token < stop_token)
     if OPTIONS.SHORT > 0:
         exists = exists & (query_len > limit) & (b < batch)
     stop = key_len
     if OPTIONS.IS_CAUSAL:
-        stop = tl.minimum(stop, context_len - missing + (tile + 1) * TOKENS)
-    cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
+        stop = tl.minimum(stop, context_len - missing + (tile + 1) * tokens)
+    cost = tl.cdiv(tl.maximum(stop, 0), block_n)
     pieces = tl.full([PLACED], 1, tl.int32)
     if IS_CUT:
         pieces = pieces_of(query_len, key_len, run, chip, OPTIONS)
         cost = tl.cdiv(cost, pieces)
 
+    sizes = tokens, block_n
     # entries before a tile's first one; tiles and parts of those that are cut, of a head
     place = tl.zeros([PLACED, LOOKED_AT], tl.int32)
     part = place
@@ -260,21 +269,21 @@ def _tile_order_kernel(
         # of decodes among few chunks, most have nothing here
         is_any = True if OPTIONS.SHORT == 0 else tl.max(length, 0) > 0
         if is_any:
-            each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
+            each = tl.where(length > 0, tl.cdiv(length + lacking, tokens), 0)
             spans = length[None, :], keys[None, :], context[None, :], lacking[None, :]
             if IS_CUT:
                 cut = pieces_of(length, keys, run, chip, OPTIONS)
                 entries += each * cut
                 # a tile of so many pieces is as long as a piece, times that
-                more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, OPTIONS)
-                least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, OPTIONS)
+                more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, *sizes, OPTIONS)
+                least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, *sizes, OPTIONS)
                 weight = cut[None, :]
                 parts = tl.where(cut > 1, each * cut, 0)
                 part += tl.where(other[None, :] < b[:, None], parts[None, :], 0)
             else:
                 entries += each
-                more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
-                least = _tiles_from(cost[:, None], *spans, OPTIONS)
+                more = _tiles_from(cost[:, None] + 1, *spans, *sizes, OPTIONS)
+                least = _tiles_from(cost[:, None], *spans, *sizes, OPTIONS)
                 weight = 1
             equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
             first_equal = each[None, :] - least
@@ -320,6 +329,14 @@ def list_shape(batch: int, total_q: int, max_keys: int, options: TileOptions) ->
     return 1 + tiles + options.MOST_PARTS + options.COUNTERS // ENTRY.value, ENTRY.value
 
 
+def _compiled_for(options: TileOptions) -> TileOptions:
+    """The options that a kernel is compiled for. Where it only counts tiles, the two sizes of a
+    tile are numbers of the launch: lists of a forward and a backward are made by one kernel.
+    """
+    counts_only = not (options.MOST_PARTS or options.SHORT or options.IS_ALIGNED)
+    return options._replace(TOKENS=0, BLOCK_N=0) if counts_only else options
+
+
 def plan_tile_list(
     batch: int,
     total_q: int,
@@ -350,8 +367,10 @@ def plan_tile_list(
             _tile_order_kernel,
             grid,
             **sizes,
+            tokens=options.TOKENS,
+            block_n=options.BLOCK_N,
             chip=chip,
-            OPTIONS=options,
+            OPTIONS=_compiled_for(options),
             num_warps=options.WARPS,
             enable_fp_fusion=options.STRETCH == 0,
             **dependent_launch(target_of(device).overlaps_launches),

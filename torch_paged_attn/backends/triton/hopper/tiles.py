@@ -39,6 +39,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     width_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    UNCUT,
     TileOptions,
     list_shape,
     most_tiles,
@@ -305,7 +306,7 @@ def _form_of_list(options: Options, short: int) -> dict[str, Any]:
         return dict(PLACED=8, STARTS=128, WEIGHED=32, WARPS=8)
     if options.MOST_PARTS:
         return {}
-    return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
+    return UNCUT
 
 
 def chip_of(call: AttentionCall, options: Options) -> Chip:

@@ -37,8 +37,8 @@ class WorkInfo:
 
     @gluon.jit
     def put(self, n, WORD: gl.constexpr, value):
-        """Write a word about tile n, as a warp."""
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        """Write a word about tile n."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         word = self.words.index(n % self.STAGES * WORDS + WORD)
         word.store(gl.full([1], 0, gl.int32, one) + value)
 

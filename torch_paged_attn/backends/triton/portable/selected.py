@@ -29,7 +29,7 @@ FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
 WIDE = 256
 # programs of a multiprocessor that are enough; the fewest keys of a split; the most splits
-ENOUGH, LEAST_KEYS, MOST_SPLITS = 4, 256, 32
+ENOUGH, LEAST_KEYS, MOST_SPLITS = 2, 256, 32
 # of these kernels take no strides, or of a block table that of its rows alone
 READ_END_TO_END = (
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position"),

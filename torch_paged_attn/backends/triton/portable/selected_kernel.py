@@ -15,9 +15,11 @@ from torch_paged_attn.backends.triton.portable.products import add_chunk_product
 from torch_paged_attn.backends.triton.portable.selected_keys import (
     find_keys,
     find_token,
+    find_units,
     list_logits,
     load_keys,
     load_queries,
+    place_keys,
 )
 from torch_paged_attn.backends.triton.softmax import (
     LOG2E,
@@ -54,11 +56,18 @@ def _selected_fwd_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+    # units are found two tiles ahead, and pages one: the compiler would else spend its stages on
+    # these loads, and have the keys of one tile at a time on their way
+    page, slot, is_seen = find_keys(begin, token, pointers, strides, sizes, scalars, OPTIONS)
+    unit = find_units(begin + OPTIONS.BLOCK_N, token, strides, OPTIONS)
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
-        page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
+        was_seen = is_seen
+        n1 = n0 + OPTIONS.BLOCK_N
+        page, slot, is_seen = place_keys(n1, unit, token, pointers, sizes, scalars, OPTIONS)
+        unit = find_units(n1 + OPTIONS.BLOCK_N, token, strides, OPTIONS)
         s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
-        s = tl.where(is_seen[None, :], s, float("-inf"))
+        s = tl.where(was_seen[None, :], s, float("-inf"))
         p, m_i, l_i, shrink = fold_scores(
             m_i, l_i, s, LOG2E, OPTIONS.IS_PRECISE, False, IS_FUSED=True
         )

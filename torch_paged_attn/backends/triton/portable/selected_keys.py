@@ -175,19 +175,40 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
     """The page, and the slot within it, of BLOCK_N keys of a token's list from key n0 on, and
     whether the token sees them. Packed keys are one long page.
     """
-    SELECT_SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
-    PAGE_SIZE: tl.constexpr = OPTIONS.PAGE_SIZE
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    entry = n // SELECT_SIZE
-    unit = tl.load(
+    unit = find_units(n0, token, strides, OPTIONS)
+    return place_keys(n0, unit, token, pointers, sizes, scalars, OPTIONS)
+
+
+@triton.jit
+def find_units(n0, token, strides, OPTIONS: tl.constexpr):
+    """The units of BLOCK_N keys of a token's list from key n0 on; one number if they are in one."""
+    entry = (n0 + tl.arange(0, OPTIONS.BLOCK_N)) // OPTIONS.SELECT_SIZE
+    if OPTIONS.SELECT_SIZE % OPTIONS.BLOCK_N == 0:
+        entry = n0 // OPTIONS.SELECT_SIZE
+    return tl.load(
         token.list_ptr + entry.to(tl.int64) * strides.index_entry,
         mask=entry < token.count,
         other=-1,
     )
-    # Triton 3.6 takes the sum of [4 a, 4 b, ...] and [0, 1, 2, ...] for multiples of 4, and would
-    # load four elements at once of rows that start anywhere: it is told that they are not
-    key = tl.multiple_of(unit.to(tl.int64) * SELECT_SIZE + n % SELECT_SIZE, 1)
+
+
+@triton.jit
+def place_keys(n0, unit, token, pointers, sizes, scalars, OPTIONS: tl.constexpr):
+    """As `find_keys`, of known units."""
+    SELECT_SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
+    PAGE_SIZE: tl.constexpr = OPTIONS.PAGE_SIZE
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    # a tile is in one unit, and in one page
+    IN_UNIT: tl.constexpr = SELECT_SIZE % BLOCK_N == 0
+    IN_PAGE: tl.constexpr = IN_UNIT and PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N == 0
+    n = n0 + tl.arange(0, BLOCK_N)
+    if IN_UNIT:
+        first = unit.to(tl.int64) * SELECT_SIZE + n0 % SELECT_SIZE
+        key = first + tl.arange(0, BLOCK_N)
+    else:
+        # Triton 3.6 takes the sum of [4 a, 4 b, ...] and [0, 1, 2, ...] for multiples of 4, and
+        # would load four elements at once of rows that start anywhere: it is told that they are not
+        key = tl.multiple_of(unit.to(tl.int64) * SELECT_SIZE + n % SELECT_SIZE, 1)
     is_seen = (unit >= 0) & (key < token.key_len)
     if OPTIONS.HAS_RIGHT:
         is_seen = is_seen & (key <= token.position + scalars.right)
@@ -200,10 +221,16 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
     else:
         page = key // PAGE_SIZE
         slot = key % PAGE_SIZE
+        if IN_PAGE:
+            page = first // PAGE_SIZE
+            slot = first % PAGE_SIZE + tl.arange(0, BLOCK_N)
         if not OPTIONS.IS_SLOTS:
             is_seen = is_seen & (page < sizes.max_pages)
+            is_read = is_seen
+            if IN_PAGE:
+                is_read = (unit >= 0) & (first < token.key_len) & (page < sizes.max_pages)
             table_ptr = pointers.block_table + tl.cast(token.b, tl.int64) * sizes.stride_table
-            page = tl.load(table_ptr + page, mask=is_seen, other=0).to(tl.uint32)
+            page = tl.load(table_ptr + page, mask=is_read, other=0).to(tl.uint32)
             # an invalid page id is replaced by the last page: no other memory is read
             page = tl.minimum(page, tl.cast(sizes.num_rows - 1, tl.uint32)).to(tl.int64)
     return page, slot, is_seen

@@ -69,13 +69,13 @@ def _entry_rows_kernel(
         tl.store(rows + i, row, mask=i < stop)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "is_list"))
 def _column_kernel(
     pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col,
-    IS_COUNT: tl.constexpr,
+    is_list,
 ):  # fmt: skip
-    """Count the entries of a column, or write its list. A program has a column of one head of one
-    batch entry.
+    """Count the entries of a column (is_list 0), or write its list (1). A program has a column of
+    one head of one batch entry.
     """
     column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layout_head = (b * tl.num_programs(1) + head).to(tl.int64)
@@ -84,22 +84,20 @@ def _column_kernel(
     )
     col_ptr = pointers.col + (b.to(tl.int64) * col_batch + head.to(tl.int64) * col_head)
     at_column = layout_head * columns + column
-    found = tl.full([], 0, tl.int32)
-    if not IS_COUNT:
-        found = tl.load(pointers.starts + at_column)
+    writes = is_list != 0
+    found = tl.load(pointers.starts + at_column, mask=writes, other=0)
     for i0 in tl.range(begin, stop, LOOKED_AT):
         i = i0 + tl.arange(0, LOOKED_AT)
         entry = tl.load(col_ptr + i.to(tl.int64) * col, mask=i < stop, other=-1)
         is_listed = entry == column
         listed = is_listed.to(tl.int32)
-        if not IS_COUNT:
+        if writes:
             place = found + tl.cumsum(listed, 0) - 1
             row = tl.load(pointers.entry_rows + layout_head * nnz + i, mask=is_listed, other=0)
             keep = is_listed & (place < nnz)
             tl.store(pointers.rows + layout_head * nnz + place, row, mask=keep)
         found += tl.sum(listed, 0)
-    if IS_COUNT:
-        tl.store(pointers.counts + at_column, found)
+    tl.store(pointers.counts + at_column, found, mask=not writes)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -178,9 +176,9 @@ def plan_transposed_lists(
         col=col_step,
     )
     of_rows = Launch(_entry_rows_kernel, (bounds - 1, heads, batch), **numbers, num_warps=1)
-    of_counts = Launch(_column_kernel, (columns, heads, batch), **numbers, IS_COUNT=True)
+    of_counts = Launch(_column_kernel, (columns, heads, batch), **numbers, is_list=0)
     of_starts = Launch(_starts_kernel, (1, heads, batch), **numbers)
-    of_lists = Launch(_column_kernel, (columns, heads, batch), **numbers, IS_COUNT=False)
+    of_lists = Launch(_column_kernel, (columns, heads, batch), **numbers, is_list=1)
     is_empty = 0 in (batch, heads, bounds - 1, nnz, columns)
 
     def build(crow: Tensor, col: Tensor) -> tuple[Tensor, Tensor, Tensor]:

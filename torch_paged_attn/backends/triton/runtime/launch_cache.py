@@ -18,7 +18,7 @@ launchers are known. Elsewhere, and for kernels that need Triton's scratch memor
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
+from torch_paged_attn.backends.triton.runtime.compiled import compiled_first
 from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.launcher import (
@@ -70,6 +71,8 @@ _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", context
 _plans = LRU(MOST_PLANS)
 _kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
+# what is told of launches that start nothing (`noting`)
+_note: Callable[[Any], bool] | None = None
 # op -> the plans of its last calls, the latest first
 _recent: dict[str, tuple[tuple[Guard, Plan], ...]] = {}
 
@@ -81,6 +84,19 @@ def clear() -> None:
     _kinds.clear()
     _kernels.clear()
     workspace.clear()
+
+
+@contextlib.contextmanager
+def noting(note: Callable[[Any], bool]) -> Iterator[None]:
+    """While kernels are compiled for a GPU that is not here: `note` gets what the kernel of each
+    launch is compiled for, and says whether Triton has to see the launch.
+    """
+    global _note
+    _note = note
+    try:
+        yield
+    finally:
+        _note = None
 
 
 class Planned:
@@ -216,7 +232,7 @@ def compiled_for(
         (n, _bits(x) if n in varying else _divisors(x) if n in given else _exactly(x))
         for n, x in options.items()
     ]
-    return kernel, current_device(), tuple([_kind(x) for x in pointers]), *numbers
+    return kernel, tuple([_kind(x) for x in pointers]), *numbers
 
 
 def _kind(x: Any) -> Any:
@@ -259,13 +275,14 @@ class Launch:
     `is_ready`, `start` takes addresses in place of tensors, and nothing is looked up.
     """
 
-    __slots__ = ("_constants", "_ready", "grid", "is_ready", "kernel", "options")
+    __slots__ = ("_constants", "_noted", "_ready", "grid", "is_ready", "kernel", "options")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self.kernel, self.options = kernel, options
         self.grid = (*grid, 1, 1)[:3]
         self.is_ready = False
         self._ready: ReadyKernel | None = None
+        self._noted: Any = None  # what `note` gets
         self._constants: tuple[Any, ...] = ()
 
     def start(self, *addresses: Any) -> None:
@@ -292,8 +309,13 @@ class Launch:
             add_node(self.kernel, self.grid, pointers, self.options)
         elif IS_KNOWN and assumed() is None:
             self._make_ready(pointers)
-        else:
+        elif _note is None or _note(self._what_to_note(pointers)):
             self._through_triton(pointers)
+
+    def _what_to_note(self, pointers: tuple[Any, ...]) -> Any:
+        if self._noted is None:
+            self._noted = compiled_for(self.kernel, pointers, self.options)
+        return self._noted
 
     def resized(self, grid: tuple[int, ...], **sizes: Any) -> "Launch":
         """The same launch with another grid and other sizes, for whose values no kernel is
@@ -301,8 +323,10 @@ class Launch:
         """
         launch = Launch(self.kernel, grid, **self.options | sizes)
         before = [self.options[name] for name in sizes]
-        if self.is_ready and _are_short(before) and _are_short(sizes.values()):
-            launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
+        if (self.is_ready or self._noted) and _are_short(before) and _are_short(sizes.values()):
+            launch._noted = self._noted
+            if self.is_ready:
+                launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
         return launch
 
     def _take(self, ready: ReadyKernel | None, num_pointers: int) -> None:
@@ -314,17 +338,17 @@ class Launch:
 
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
         settle_key(self.kernel)
-        with without_vector_flags:
+        with without_vector_flags, compiled_first():
             return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
         """Take a kernel from the cache, or let Triton find or compile one, and launch it."""
         settle_key(self.kernel)  # before it is hashed: a kernel's hash is that of its key
-        key = compiled_for(self.kernel, pointers, self.options)
+        key = current_device(), compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
         if ready is None:
             # a launch by Triton would need tensor maps that Triton has made
-            with without_vector_flags:
+            with without_vector_flags, compiled_first():
                 compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled, current_device())
             if ready is None:

@@ -1,0 +1,203 @@
+"""Lists of latent keys on Hopper: which calls the kernel takes, how tokens are dealt out, what the
+compiler makes of it, how parts are added up and, on a Hopper chip, its results."""
+
+import dataclasses
+
+import cross_compile
+import pytest
+import torch
+from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+
+from torch_paged_attn.backends.triton.hopper import selected
+from torch_paged_attn.backends.triton.hopper.selected_arguments import ListPointers
+from torch_paged_attn.backends.triton.hopper.selected_combine import (
+    _hopper_selected_combine_kernel,
+)
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
+
+bf16, f16 = torch.bfloat16, torch.float16
+
+# around the ends of blocks and pairs of blocks; without keys; with more queries than keys
+EDGES = ((1, 63), (2, 64), (0, 50), (1, 127), (3, -2), (2, 300))
+SHAPES = tuple(
+    Problem(
+        name,
+        options.pop("seqs", EDGES),
+        heads,
+        1,
+        options.pop("dim", 576),
+        512,
+        selected=Selected(*lists),
+        **({"dtype": bf16, "cache_layout": "mla"} | options),
+    )
+    for name, heads, lists, options in (
+        ("h128_page64", 128, (128,), dict(page_size=64)),
+        ("h64_packed_counted", 64, (130, 1, "one", 0.1, True), dict(causal=False)),
+        ("h70_page1", 70, (65, 1, "one", 0.3), dict(page_size=1, padding_rows=3, sinks=True)),
+        ("h16_page544_window", 16, (127,), dict(page_size=544, window_size_left=90, dtype=f16)),
+        ("h128_slots", 128, (64, 1, "one", 0.2, False, False, True), dict(page_size=16)),
+        ("h64_one_row_of_values", 64, (200,), dict(dim=512, page_size=64, sinks=True)),
+        (
+            "h128_rope_apart",
+            128,
+            (96, 1, "one", 0.0, False, True),
+            dict(dim=64, latent=True, page_size=64, cache_layout="nhd"),
+        ),
+        ("h8_nothing", 8, (40, 1, "one", 1.0), dict(sinks=True)),
+        ("h64_no_entries", 64, (0,), {}),
+        ("h64_long", 64, (1500,), dict(seqs=((2, 1600), (1, 40)), sinks=True)),
+    )
+)
+SHAPES = tuple(dataclasses.replace(p, causal=False) if p.selected.slots else p for p in SHAPES)
+over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
+
+
+def unsupported(problem, **changes):
+    with assume(HOPPER):
+        return selected.unsupported(hopper_call(problem, **changes))
+
+
+@over_shapes
+def test_supported(problem):
+    assert unsupported(problem) is None
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        (dict(softcap=1.0), "softcap"),
+        (dict(out_dtype=torch.float32), "out_dtype"),
+        (dict(softmax_scale=-1.0), "softmax_scale"),
+        (dict(select_size=2), "select_size"),
+        (dict(k_descale=torch.ones(())), "k_descale"),
+        (dict(v=torch.zeros(9, 1, 64, 512, dtype=bf16)), "values are no columns"),
+        (dict(q=torch.zeros(9, 128, 576)), "float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported(changes, word):
+    assert word in unsupported(SHAPES[0], **changes)
+
+
+def test_unsupported_chips():
+    with assume(Target.of_arch("sm100", 148)):
+        assert "Hopper" in selected.unsupported(hopper_call(SHAPES[0]))
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, pairs, groups, units",
+    [
+        (4096, 128, 16, 66, 1),  # many tokens: whole lists
+        (256, 128, 16, 64, 1),  # four for each group
+        (1, 128, 16, 16, 16),  # each pair of blocks by another group
+        (3, 64, 16, 48, 16),
+        (64, 8, 16, 128, 16),  # tiles of 16 heads
+        (1, 64, 1, 1, 1),
+    ],
+)
+def test_tokens_are_dealt_out(tokens, heads, pairs, groups, units):
+    lists = Selected(128 * pairs)
+    problem = dataclasses.replace(SHAPES[0], num_heads=heads, seqs=((tokens, 9),), selected=lists)
+    call = hopper_call(problem)
+    with assume(HOPPER):
+        options = selected.options_of(call)
+        assert selected.shares_of_call(call, options)[:2] == (groups, units)
+        invariant = dataclasses.replace(call, batch_invariant=True)
+        assert selected.shares_of_call(invariant, options)[1:] == (1, 0)
+
+
+def _leave_parts(call, groups, units, options):
+    """What the groups' programs leave of each token that several share, by the formula, and the
+    results of the tokens that one group has alone."""
+    out, lse = call.new_results()
+    total = call.total_q * units
+    programs = groups * options.HEAD_TILES
+    parts = torch.full((2 * programs, 64, 512), float("nan"))
+    stats = torch.full((2 * programs, 2, 64), float("nan"))
+    keys = call.k[:, 0].float()
+    for group in range(groups):
+        unit, stop = total * group // groups, total * (group + 1) // groups
+        while unit < stop:
+            token, first = divmod(unit, units)
+            count = min(units - first, stop - unit)
+            unit += count
+            listed = call.selection.key_indices[token, 0, 128 * first : 128 * (first + count)]
+            k = keys[listed[listed >= 0].long()]
+            s = call.q[token].float() @ k.mT * (call.scale * 1.4426950408889634)
+            m = torch.cat([s, torch.full((call.num_heads, 1), -torch.inf)], 1).amax(1)
+            p = torch.exp2(s - m.nan_to_num(neginf=0.0)[:, None])
+            acc, weights = p @ k[:, :512], p.sum(1)
+            if count == units:
+                sink = torch.exp(call.sinks - m * 0.6931471805599453)
+                out[token] = (acc / (weights + sink)[:, None]).to(out.dtype)
+                lse[:, token] = m * 0.6931471805599453 + (weights + sink).log()
+                continue
+            for head in range(call.num_heads):
+                part = (2 * group + (first == 0)) * options.HEAD_TILES + head // 64
+                parts[part, head % 64] = acc[head]
+                stats[part, :, head % 64] = torch.stack((m[head], weights[head]))
+    return torch.cat((parts.flatten(), stats.flatten())), out, lse
+
+
+@pytest.mark.parametrize("groups", [2, 3, 7, 15])
+def test_parts_are_added_up(groups, device):
+    problem = dataclasses.replace(SHAPES[1], num_heads=70, seqs=((5, 600),), sinks=True)
+    problem = dataclasses.replace(problem, selected=Selected(384, holes=0.1))
+    call = hopper_call(problem)
+    options, units = selected.options_of(call), 3
+    parts, out, lse = (x.to(device) for x in _leave_parts(call, groups, units, options))
+    given = {"lse": lse, "parts": parts, "cu_seqlens_q": call.cu_seqlens_q.to(device)}
+    given["sinks"] = call.sinks.to(device)
+    pointers = ListPointers(**dict.fromkeys(ListPointers._fields) | given)
+    _hopper_selected_combine_kernel[(min(groups - 1, call.total_q), 5, 1)](
+        out, pointers, **selected.sizes_of(call, units)._asdict(), num_heads=call.num_heads,
+        programs=groups * options.HEAD_TILES, OPTIONS=options, SHARES=(16, 2, 512),
+        **dependent_launch(False),
+    )  # fmt: skip
+    assert_accurate(out, lse, build(problem).truth())
+
+
+def compile_lists(problem):
+    """The kernels of a launch, compiled in another process."""
+    call = hopper_call(problem)
+
+    def launch():
+        selected.selected_attention(call, *call.new_results())
+
+    cross_compile.CALLS["lists"] = lambda: launch
+    return cross_compile.compile_call("sm90", "lists")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        p if p in (SHAPES[0], SHAPES[3]) else pytest.param(p, marks=pytest.mark.thorough)
+        for p in SHAPES
+    ],
+    ids=lambda p: p.name,
+)
+def test_compiles_to_products(problem, compiler):
+    kernel, *_ = compiler.submit(compile_lists, problem).result()
+    form = "few_heads" if problem.num_heads <= selected.FEW_HEADS else "fwd"
+    assert kernel.name == f"_hopper_selected_{form}_kernel"
+    assert kernel.faults("sm90", problem.name) == []
+    rope = 0 if problem.head_dim == 512 else 4
+    # three times scores, four times values of 64 keys: the first pair's are apart. Of few heads,
+    # both blocks of a pair, and eight tiles of columns of values
+    of_form = {"fwd": 3 * (32 + rope) + 4 * 4, "few_heads": 2 * (32 + rope) + 2 * 8 * 4}
+    assert kernel.matrix_instructions >= of_form[form]
+    assert kernel.spills == 0 or not cross_compile.IS_FITTED
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@over_shapes
+def test_agrees_with_the_reference(problem):
+    call = hopper_call(problem, "cuda")
+    assert selected.unsupported(call) is None
+    first, second = call.new_results(), call.new_results()
+    selected.selected_attention(call, *first)
+    selected.selected_attention(call, *second)
+    assert_accurate(*first, build(problem).truth())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

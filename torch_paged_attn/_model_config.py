@@ -1,0 +1,157 @@
+"""The attention of a model, read from the `config.json` of Hugging Face Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# keys of a config that hold the one of the language model
+NESTED = "text_config", "llm_config", "language_config"
+# models of older configs without `layer_types` whose layers take turns with and without a window
+ALTERNATE = "gemma2", "gemma3", "cohere2", "gpt_oss"
+
+
+class Layer(NamedTuple):
+    """What the calls of some layers share. `window`: keys before a query that it sees; -1: all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    window: int = -1
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_slopes: bool = False
+    # over the latents of MLA, of which the first head_dim_v numbers are the values
+    is_latent: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `flash_varlen`."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "window_size_left": self.window,
+            "window_size_right": self.window,
+            "causal": True,
+        }
+
+
+class Model(NamedTuple):
+    """layers: those that differ, each once; max_length: keys of the longest sequence"""
+
+    layers: list[Layer]
+    dtype: torch.dtype
+    max_length: int
+
+
+def read_model(path: Path, ranks: int = 1) -> Model:
+    """The model of a `config.json`, or of a folder that has one. `ranks`: tensor parallelism, by
+    which heads are divided.
+
+    Raises:
+        ValueError: the file is no such config, or a number in it is missing or unusable.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no config.json: it holds no object")
+    dtype = _first(config, "dtype", "torch_dtype")
+    config = next((config[x] for x in NESTED if isinstance(config.get(x), dict)), config)
+    dtype = _first(config, "dtype", "torch_dtype") or dtype or "bfloat16"
+    try:
+        layers = list(dict.fromkeys(_layers(config, ranks)))
+    except KeyError as error:
+        raise ValueError(f"{path}: there is no {error.args[0]}") from None
+    length = _first(config, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+    return Model(layers, dtype_named(dtype), int(length or 4096))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`bfloat16` and `torch.bfloat16` alike."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype of torch")
+    return dtype
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[x] for x in names if config.get(x) is not None), None)
+
+
+def _number(config: dict[str, Any], *names: str) -> int:
+    value = _first(config, *names)
+    if type(value) is not int or value < 1:
+        raise KeyError(" or ".join(names))
+    return value
+
+
+def _layers(config: dict[str, Any], ranks: int) -> Iterator[Layer]:
+    heads = _number(config, "num_attention_heads", "n_head", "num_heads")
+    if heads % ranks:
+        raise ValueError(f"{heads} heads cannot be divided among {ranks} ranks")
+    heads_here = heads // ranks
+    if config.get("kv_lora_rank"):
+        yield from _latent_layers(config, heads_here)
+        return
+    shared = 1 if config.get("multi_query") else heads
+    if config.get("new_decoder_architecture") or "num_key_value_heads" in config:
+        shared = _first(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+    of_heads = _first(config, "head_dim")
+    head_dim = of_heads or _number(config, "hidden_size", "n_embd") // heads
+    sinks = config.get("model_type") == "gpt_oss"
+    for kind in _kinds(config):
+        dim, kv_heads, window = head_dim, shared, -1
+        if kind == "full_attention":
+            # Gemma 4
+            dim = config.get("global_head_dim") or dim
+            kv_heads = config.get("num_global_key_value_heads") or kv_heads
+        else:
+            window = config["sliding_window"] - 1
+        scale = float(dim**-0.5)
+        if config.get("query_pre_attn_scalar"):
+            scale = float(config["query_pre_attn_scalar"] ** -0.5)
+        elif config.get("attention_multiplier"):
+            scale = float(config["attention_multiplier"])
+        elif str(config.get("model_type")).startswith("gemma4"):
+            scale = 1.0
+        yield Layer(
+            *(heads_here, max(kv_heads // ranks, 1), dim, dim, scale, window),
+            softcap=float(config.get("attn_logit_softcapping") or 0.0),
+            has_sinks=sinks,
+            has_slopes=bool(config.get("alibi")) or config.get("model_type") == "bloom",
+        )
+
+
+def _kinds(config: dict[str, Any]) -> list[str]:
+    """`full_attention`, `sliding_attention` or both."""
+    types = config.get("layer_types")
+    has_window = type(config.get("sliding_window")) is int
+    if not has_window or config.get("use_sliding_window") is False:
+        return ["full_attention"]
+    if isinstance(types, list):
+        # other kinds than these have no attention, or keys that a mask selects
+        found = {x if x == "sliding_attention" else "full_attention" for x in types}
+        return sorted(found)
+    pattern = _first(config, "sliding_window_pattern", "_sliding_window_pattern")
+    both = str(config.get("model_type")).startswith(ALTERNATE) or pattern
+    if both or "max_window_layers" in config:
+        return ["full_attention", "sliding_attention"]
+    return ["sliding_attention"]
+
+
+def _latent_layers(config: dict[str, Any], heads: int) -> Iterator[Layer]:
+    """MLA: prefill with heads of their own, decode over the latents."""
+    rank, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+    dim = _number(config, "qk_nope_head_dim") + rope
+    scale = float(dim**-0.5)
+    yield Layer(heads, heads, dim, _number(config, "v_head_dim"), scale)
+    yield Layer(heads, 1, rank + rope, rank, scale, is_latent=True)

@@ -1,0 +1,237 @@
+"""`selected_attention` on Hopper for lists of single tokens and latent keys: one KV head, whose
+values are 512 wide and are the first columns of the keys.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.mla import HALF, ROPE
+from torch_paged_attn.backends.triton.hopper.mla_work import (
+    HEAD_DIM,
+    HEAD_DIM_V,
+    even_groups,
+    shares_of,
+)
+from torch_paged_attn.backends.triton.hopper.selected_arguments import (
+    ListOptions,
+    ListPointers,
+    ListScalars,
+    ListSizes,
+)
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    DESCALES,
+    IN_16_BITS,
+    LEAST_SCALE,
+    UNBOUNDED,
+    is_bound,
+    is_misaligned,
+    unsupported_device,
+)
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.softmax import LOG2E
+
+# registers of a consumer's thread, and column boxes in which half of a block's columns arrive
+REGISTERS = 216
+COLUMN_BOXES = 2
+
+# a tile has this many heads, or BLOCK_M for more (`selected_few_heads.py`)
+FEW_HEADS = 16
+
+# keys of a pair of blocks, and elements of the pieces that a thread copies
+PAIR, PIECE = 128, 8
+
+# with so many tokens to each group of programs, tokens are not shared
+MANY_TOKENS = 16
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why a call cannot take this kernel; None if it can."""
+    q, k, v, latent, selection = call.q, call.k, call.v, call.q_latent, call.selection
+    assert selection is not None
+    rope = ROPE if latent is not None else HEAD_DIM
+    if call.num_kv_heads != 1 or call.head_dim_v != HEAD_DIM_V:
+        return "it is no latent attention"
+    if call.head_dim not in ((rope,) if latent is not None else (HEAD_DIM, HEAD_DIM_V)):
+        return f"head_dim is {call.head_dim}"
+    if selection.select_size != 1:
+        return f"select_size is {selection.select_size}"
+    if (reason := unsupported_device(q.device)) is not None:
+        return reason
+    if q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
+        return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+    if call.result_dtype != q.dtype:
+        return f"out_dtype is {call.out_dtype}"
+    for name in DESCALES:
+        if getattr(call, name) is not None:
+            return f"it has no {name}"
+    if call.softcap:
+        return "it has no softcap"
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+        return f"softmax_scale is {call.softmax_scale}"
+    if 0 in k.shape:
+        return "there are no keys"
+    # what is traced has no address yet
+    is_apart = not is_traced() and k.data_ptr() != v.data_ptr()
+    if latent is None and (is_apart or not _are_one_row(call)):
+        return "the values are no columns of the keys"
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
+        return "q, k or v is not aligned to 16 bytes"
+    if latent is not None and is_misaligned(latent, 2):
+        return "q_latent is not aligned to 16 bytes"
+    return None
+
+
+def _are_one_row(call: AttentionCall) -> bool:
+    """Whether rows of keys lie as far apart as rows of values."""
+    return call.k.stride()[:-1] == call.v.stride()[:-1]
+
+
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why a call that can take this kernel should not; None if it should."""
+    return None
+
+
+def options_of(call: AttentionCall) -> ListOptions:
+    """What the kernels are compiled for."""
+    has_latent = call.q_latent is not None
+    heads = BLOCK_M if call.num_heads > FEW_HEADS else FEW_HEADS
+    return ListOptions(
+        HEAD_TILES=cdiv(call.num_heads, heads),
+        PAGE_SIZE=call.page_size,
+        IS_SLOTS=call.is_slots,
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
+        HAS_ROPE=has_latent or call.head_dim > HEAD_DIM_V,
+        IS_ONE_ROW=_are_one_row(call),
+        ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
+        REGISTERS=REGISTERS,
+        COLUMN_BOXES=COLUMN_BOXES,
+        PACKED_HEADS=heads,
+        ROWS=heads,
+    )
+
+
+def pairs_of(call: AttentionCall) -> int:
+    """Pairs of blocks of keys of a list."""
+    assert call.selection is not None
+    return max(cdiv(call.selection.key_indices.shape[2], PAIR), 1)
+
+
+def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int, int]:
+    """How many groups of programs there are; units of a token: its pairs of blocks, or one where no
+    groups share a token; and float32 numbers of the workspace."""
+    pairs, tokens = pairs_of(call), call.total_q
+    room = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
+    if call.is_batch_invariant or tokens >= MANY_TOKENS * room:
+        return max(min(room, tokens), 1), 1, 0
+    groups = min(even_groups(max(tokens, 1), room), tokens * pairs)
+    if tokens % max(groups, 1) == 0:
+        return max(groups, 1), 1, 0
+    parts = 2 * groups * options.HEAD_TILES  # two of each program
+    return groups, pairs, parts * options.ROWS * (HEAD_DIM_V + 2)
+
+
+def sizes_of(call: AttentionCall, units: int) -> ListSizes:
+    """Numbers that differ from call to call."""
+    selection, table = call.selection, call.block_table
+    assert selection is not None
+    indices, counts = selection.key_indices, selection.num_selected
+    return ListSizes(
+        total_q=call.total_q,
+        batch=call.batch,
+        entries=indices.shape[2],
+        num_rows=call.k.shape[0],
+        max_pages=0 if table is None else table.shape[1],
+        stride_index_token=indices.stride(0),
+        stride_count_token=0 if counts is None else counts.stride(0),
+        stride_table=0 if table is None else table.stride(0),
+        units=units,
+        unit_pairs=pairs_of(call) // units,
+    )
+
+
+def scalars_of(call: AttentionCall) -> ListScalars:
+    """Numbers that follow from the description of a call."""
+    selection = call.selection
+    assert selection is not None
+
+    def pieces(x: Tensor) -> tuple[int, int]:
+        page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
+        return page // PIECE, slot // PIECE
+
+    return ListScalars(
+        call.num_heads,
+        selection.key_indices.stride(2),
+        *pieces(call.v),
+        *pieces(call.k),
+        left=min(call.window_size_left, UNBOUNDED),
+        right=min(call.window_right, UNBOUNDED),
+        scale_log2=call.scale * LOG2E.value,
+    )
+
+
+def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
+    """Run a call that this kernel can take."""
+    from torch_paged_attn.backends.triton.hopper.selected_combine import (
+        _hopper_selected_combine_kernel,
+    )
+    from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
+        _hopper_selected_few_heads_kernel,
+    )
+    from torch_paged_attn.backends.triton.hopper.selected_kernel import _hopper_selected_fwd_kernel
+    from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
+
+    selection, q = call.selection, call.q
+    assert selection is not None
+    options = options_of(call)
+    groups, units, elements = shares_of_call(call, options)
+    programs = groups * options.HEAD_TILES
+    parts = lse  # of the same type, and not written
+    if elements:
+        parts = Allocation((elements,), torch.float32, q.device)()
+    sizes = sizes_of(call, units)
+    latents = q if call.q_latent is None else call.q_latent
+    boxes = (latents, HALF), (q, ROPE)
+    maps = [ragged_rows(x, 1, options.PACKED_HEADS, width).at(x.data_ptr()) for x, width in boxes]
+    pointers = ListPointers(
+        out=out,
+        lse=lse,
+        parts=parts,
+        latents=call.v,
+        ropes=call.k[..., options.ROPE_COLUMN :] if options.HAS_ROPE else None,
+        key_indices=selection.key_indices,
+        num_selected=selection.num_selected,
+        **{name: getattr(call, name) for name in ListPointers._fields[7:]},
+    )
+    is_few = options.PACKED_HEADS == FEW_HEADS
+    Launch(
+        _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
+        (programs,),
+        **sizes._asdict(),
+        scalars=scalars_of(call),
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+    )(*maps, pointers)
+    if units > 1:
+        shares = shares_of(groups // call.total_q, call.total_q * call.num_heads)
+        Launch(
+            _hopper_selected_combine_kernel,
+            (
+                min(call.total_q, groups - 1),
+                cdiv(call.num_heads, shares[0]),
+                HEAD_DIM_V // shares[2],
+            ),
+            **sizes._asdict(),
+            num_heads=call.num_heads,
+            programs=programs,
+            OPTIONS=options,
+            SHARES=shares,
+            num_warps=4,
+            **dependent_launch(target_of(q.device).overlaps_launches),
+        )(out, pointers)

@@ -1,0 +1,212 @@
+"""Lists of latent keys on Hopper for few heads, in Gluon.
+
+A product has 64 rows at least, and few heads would fill a small part of them. So rows are keys and
+columns of values here, and heads are columns: scores (keys, heads) and results (columns of values,
+heads). One consumer, four warps, has all columns of values; the producer is `selected_producer.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.mla_consumer import add_sink
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
+    HALF,
+    KEYS,
+    ROPE,
+    LatentPipelines,
+    new_keys,
+    new_queries,
+    new_seen_keys,
+    opaque_zero,
+)
+from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
+from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
+from torch_paged_attn.backends.triton.hopper.softmax import LN2, RESCALE_THRESHOLD
+from torch_paged_attn.backends.triton.hopper.work_info import (
+    BATCH,
+    FIRST_PART,
+    HEAD,
+    NUM_KV_TILES,
+    Q_START,
+    new_work_info,
+    thread_barrier,
+)
+
+# heads of a tile
+HEADS = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def _products_layout():
+    """Of scores, (KEYS, HEADS), and results, (HALF, HEADS)."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS.value, 16])
+
+
+@gluon.jit
+def _add_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
+    """Ask for the products of a quarter of the keys of pair n and queries, added to scores `s`."""
+    COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
+    WIDTH: gl.constexpr = HALF // COLUMN_BOXES
+    SIDE: gl.constexpr = 1 if QUARTER == 1 or QUARTER == 2 else 0
+    queries = pipelines.q.halves.index(SIDE + opaque_zero(n)).reshape([HEADS, HALF])
+    for i in gl.static_range(COLUMN_BOXES):
+        pipelines.k.wait(n, QUARTER, i)
+        fence_async_shared()  # products read in another way what threads have copied
+        k = pipelines.k.half(n, QUARTER).slice(i * WIDTH, WIDTH, dim=1)
+        q = queries.slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(k, q, s, use_acc=QUARTER % 2 + i > 0, is_async=True)
+    if QUARTER % 2 == 1 and OPTIONS.HAS_ROPE:
+        q = pipelines.q.rope.index(0).reshape([HEADS, ROPE]).permute((1, 0))
+        s = warpgroup_mma(pipelines.k.rope(n, QUARTER // 2), q, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _thread_sums(p):
+    """(4, 8, HEADS): the part of a head's sum over keys that each thread adds up."""
+    return gl.sum(gl.reshape(p, [4, 2, 8, HEADS]), 1)
+
+
+@gluon.jit
+def _fold_block(
+    n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Fold block number BLOCK of pair n into the heads' references and partial sums of weights, and
+    into the sums of values, whose columns are two halves."""
+    keys = pipelines.k
+    result: gl.constexpr = low.type.layout
+    s = gl.zeros([KEYS, HEADS], gl.float32, _products_layout())
+    s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK)
+    s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK + 1)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s = pipelines.seen.hide(s, n, BLOCK, 1)
+    m_new = gl.maximum(m_i, gl.max(s, 0) * params.scalars.scale_log2)
+    m_new = gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i)
+    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * params.scalars.scale_log2 - gl.expand_dims(shift, 0))
+    shrink = gl.exp2(m_i - shift)
+    sums = _thread_sums(p)
+    of_sums = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout)))
+    l_i = l_i * gl.expand_dims(gl.expand_dims(of_sums, 0), 0) + sums
+    probabilities.store(gl.permute(p.to(keys.halves.dtype), (1, 0)))
+    fence_async_shared()
+    thread_barrier()
+    gain = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(0, result)), 0)
+    p = probabilities.permute((1, 0))
+    # a block's quarters have its columns in another order than those of the other block
+    LOW: gl.constexpr = 3 * BLOCK
+    HIGH: gl.constexpr = 1 + BLOCK
+    low = warpgroup_mma(keys.half(n, LOW).permute((1, 0)), p, low * gain, is_async=True)
+    high = warpgroup_mma(keys.half(n, HIGH).permute((1, 0)), p, high * gain, is_async=True)
+    low, high = warpgroup_mma_wait(0, deps=[low, high])
+    keys.release(2 * BLOCK)
+    keys.release(2 * BLOCK + 1)
+    return m_new, l_i, low, high
+
+
+@gluon.jit
+def _store_half(x, to, head, num_heads, W: gl.constexpr):
+    """Store half of the columns of a token's heads, (HALF, HEADS), as rows of 2 HALF each."""
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1])
+    x = gl.convert_layout(x.to(to.dtype.element_ty), layout)
+    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    h = gl.arange(0, HEADS, gl.SliceLayout(0, layout))
+    to += gl.expand_dims(h * (2 * HALF), 0) + gl.expand_dims(column, 1)
+    gl.store(to, x, mask=gl.expand_dims(head + h < num_heads, 0))
+
+
+@gluon.jit
+def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
+    """Compute every tile of queries."""
+    layout: gl.constexpr = _products_layout()
+    by_head: gl.constexpr = gl.SliceLayout(0, layout)
+    pointers, work_info = params.pointers, pipelines.work_info
+    num_heads = params.scalars.num_heads
+    h = gl.arange(0, HEADS, by_head)
+    n = 0
+    tile = 0
+    pipelines.q.wait(0)
+    pairs = work_info.get(0, NUM_KV_TILES)
+    while pairs > 0:
+        m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
+        l_i = _thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
+        low = gl.zeros([HALF, HEADS], gl.float32, layout)
+        high = gl.zeros([HALF, HEADS], gl.float32, layout)
+        for _ in range(pairs):
+            m_i, l_i, low, high = _fold_block(
+                n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS, 0
+            )
+            m_i, l_i, low, high = _fold_block(
+                n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS, 1
+            )
+            n += 1
+        pipelines.q.release()
+        token = work_info.get(tile, Q_START)
+        first_head = work_info.get(tile, HEAD)
+        part = work_info.get(tile, FIRST_PART)
+        head = first_head + h
+        exists = head < num_heads
+        total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), by_head)
+        if part >= 0:
+            programs = gl.num_programs(0)
+            references = pointers.parts + programs.to(gl.int64) * (2 * HEADS * 2 * HALF)
+            gl.store(references + part * (2 * HEADS) + h, m_i)
+            gl.store(references + part * (2 * HEADS) + HEADS + h, total)
+            values = pointers.parts + part.to(gl.int64) * (HEADS * 2 * HALF)
+            _store_half(low, values, first_head, num_heads, 0)
+            _store_half(high, values, first_head, num_heads, 1)
+        else:
+            has_sink = exists & (work_info.get(tile, BATCH) < params.sizes.batch)
+            reference, total, gain = add_sink(m_i * LN2, total, head, has_sink, params)
+            lse = pointers.lse + head.to(gl.int64) * params.sizes.total_q + token
+            gl.store(lse, reference + gl.log2(total) * LN2, mask=exists)
+            share = gl.expand_dims(gl.where(total > 0.0, gain / total, 0.0), 0)
+            out = pointers.out + (token.to(gl.int64) * num_heads + first_head) * (2 * HALF)
+            _store_half(low * share, out, first_head, num_heads, 0)
+            _store_half(high * share, out, first_head, num_heads, 1)
+        tile += 1
+        pipelines.q.wait(tile)
+        pairs = work_info.get(tile, NUM_KV_TILES)
+
+
+@gluon.jit
+def _run_partition(params, pipelines, probabilities, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """What partition NUMBER of a program's warps does."""
+    if NUMBER == 0:
+        _consume_few(params, pipelines, probabilities, OPTIONS)
+    else:
+        produce_lists(params, pipelines, OPTIONS)
+
+
+@gluon.jit(do_not_specialize=ListSizes._fields)
+def _hopper_selected_few_heads_kernel(
+    q_desc, q_rope_desc, pointers,
+    total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
+    stride_table, units, unit_pairs,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `_hopper_selected_fwd_kernel`."""
+    queries = new_queries(q_desc, q_rope_desc, OPTIONS, 1)
+    keys = new_keys(q_desc, q_rope_desc, OPTIONS)
+    pipelines = LatentPipelines(queries, keys, None, new_work_info(2), new_seen_keys())
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    probabilities = gl.allocate_shared_memory(q_desc.dtype, [HEADS, KEYS], swizzled)
+    sizes = ListSizes(
+        total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
+        stride_table, units, unit_pairs,
+    )  # fmt: skip
+    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_run_partition, (params, pipelines, probabilities, OPTIONS, i)) for i in (0, 1)],
+        [4],
+        [128],
+    )

@@ -1,0 +1,66 @@
+"""The groups of arguments of the kernels that visit units of keys one after the other."""
+
+from typing import Any, NamedTuple
+
+# rows of a tile of queries; entries of an item of work, at most
+BLOCK_M, MOST_ENTRIES = 64, 128
+
+
+class UnitPointers(NamedTuple):
+    """Memory reached by address; None where a call has no such tensor."""
+
+    entries: Any  # these five: of `unit_lists.UnitLists`
+    rows: Any
+    items: Any
+    num_items: Any
+    last_keys: Any
+    parts: Any  # (entries, group_size, head_dim_v) float16
+    part_lse: Any  # (entries, group_size) float32, in base two
+    part_scale: Any  # likewise: what a part is multiplied by
+    k_first: Any  # where the packed keys of a sequence begin
+    block_table: Any
+
+
+class UnitSizes(NamedTuple):
+    """Numbers that change from call to call."""
+
+    entries: int  # of a token: of all of its lists
+    num_pages: int
+    stride_table: int
+
+
+class UnitScalars(NamedTuple):
+    """Numbers that follow from the description of a call."""
+
+    scale_log2: float
+    k_page_rows: int  # slots from one page to the next
+    v_page_rows: int
+
+
+class UnitOptions(NamedTuple):
+    """What the kernels are compiled for."""
+
+    BLOCK_N: int  # keys of a unit
+    WIDTH: int
+    WIDTH_V: int
+    GROUP_SIZE: int  # query heads of a KV head: rows of a token
+    TOKENS: int  # of a tile of queries
+    PAGE_SIZE: int  # 0: packed keys
+    IS_SLOTS: bool
+    BOX_ROWS: int  # keys that are loaded at a time
+    CONSUMERS: int
+    PRODUCERS: int
+    Q_STAGES: int
+    KV_STAGES: int
+    REGISTERS: int  # of a consumer's thread
+
+
+class UnitParams(NamedTuple):
+    """All that the host passes, as the warps of a program share it."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    pointers: UnitPointers
+    sizes: UnitSizes
+    scalars: UnitScalars
