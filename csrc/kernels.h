@@ -4,6 +4,8 @@
 
 #include "core/attention.h"
 #include "core/backward.h"
+#include "core/select_keys.h"
+#include "core/selected_mass.h"
 #include "core/tokens.h"
 
 namespace paged_attn {
@@ -28,6 +30,13 @@ struct Kernels {
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
   void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin,
                                 int64_t token_end);
+  int64_t (*mass_floats)(const SelectedMass&);  // float32 scratch of a list
+  void (*selected_mass)(const SelectedMass&, int64_t sequence, int64_t token, int64_t list,
+                        float* workspace);
+  int64_t (*select_floats)(const SelectKeys&, int64_t tokens);  // of a task of as many tokens
+  // scores of `count` units for each token of a task
+  void (*score_units)(const SelectKeys&, const SelectTask&, int64_t count, float* units,
+                      float* workspace);
   void (*multiply_sample)(const float* left, const float* right, float* result);
 };
 

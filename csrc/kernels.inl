@@ -19,5 +19,9 @@
       reshape_and_cache,                                                              \
       merge_states,                                                                   \
       merge_states_backward,                                                          \
+      mass_floats,                                                                    \
+      selected_mass,                                                                  \
+      select_floats,                                                                  \
+      score_units,                                                                    \
       multiply_sample,                                                                \
   }

@@ -107,7 +107,8 @@ struct Attention {
   const void* latent;  // queries that are multiplied with values, or null; q's dtype
   int64_t latent_stride_token, latent_stride_head;
   KeyValue k, v;
-  int64_t page_size;  // 0: packed
+  int64_t page_size;    // 0: packed
+  int page_shift = -1;  // log2 of page_size, or -1 if that is no power of two
   int64_t num_pages;
 
   Strided<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_k, block_table;

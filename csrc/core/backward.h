@@ -66,6 +66,7 @@ struct Backward {
   const int32_t *row_tiles, *row_counts;
   const int64_t* lists;
   const LayoutEntry* entries;
+  int64_t listed_rows;  // rows of keys of a task, at most; with lists of keys
 };
 
 // The keys of one tile under one KV head, with all queries that see them. It waits only for tasks
@@ -74,6 +75,10 @@ struct BackwardTask {
   int32_t sequence, kv_head, key_tile;
   int64_t done;  // its place in Backward::done; the KV head before it is `done_before`, or -1
   int64_t done_before;
+  // With lists of keys: query tokens, whose gradients a task computes; or rows of packed keys, with
+  // all queries that list them.
+  int32_t token_begin, token_end;
+  int64_t rows_begin, rows_end;
 };
 
 }  // namespace paged_attn

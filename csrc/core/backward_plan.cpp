@@ -111,10 +111,7 @@ void transpose_layout(const Attention& a, const Sequence& s, BackwardSequence& x
   }
 }
 
-}  // namespace
-
-void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
-                        BackwardPlan& plan) {
+void clear(BackwardPlan& plan) {
   plan.tasks.clear();
   plan.sequences.clear();
   plan.tiles.clear();
@@ -122,7 +119,48 @@ void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
   plan.row_counts.clear();
   plan.lists.clear();
   plan.entries.clear();
-  plan.sum_rows = plan.turns = plan.done = plan.rows = plan.cost = 0;
+  plan.sum_rows = plan.turns = plan.done = plan.rows = plan.listed_rows = plan.cost = 0;
+}
+
+}  // namespace
+
+void make_backward_plan_of_lists(const Attention& a, int64_t total_k, BackwardPlan& plan) {
+  constexpr int64_t MANY_TASKS = 64, TOKENS = 8, MOST_SUMS = 1 << 22;
+  clear(plan);
+  plan.rows = a.group_size;
+  // no bit depends on how many keys a task has
+  const int64_t pieces = (MANY_TASKS + a.num_kv_heads - 1) / a.num_kv_heads;
+  const int64_t most = std::max<int64_t>(1, MOST_SUMS / (a.head_dim + a.head_dim_v));
+  const int64_t size = std::min(std::max<int64_t>(KEY_TILE, (total_k + pieces - 1) / pieces), most);
+  plan.listed_rows = std::min(size, total_k);
+  BackwardTask task = {};
+  for (int64_t row = 0; row < total_k; row += size)
+    for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+      task.kv_head = int32_t(h);
+      task.rows_begin = row;
+      task.rows_end = std::min(row + size, total_k);
+      plan.tasks.push_back(task);
+    }
+  task.rows_begin = task.rows_end = 0;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const Sequence s = sequence_at(a, b);
+    const int64_t keys = std::min(s.k_len, a.selection.num_entries * a.selection.unit_size);
+    plan.cost += s.q_len * keys * a.num_heads * (a.head_dim + a.head_dim_v);
+    plan.sequences.push_back({});
+    task.sequence = int32_t(b);
+    for (int64_t token = 0; token < s.q_len; token += TOKENS)
+      for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+        task.kv_head = int32_t(h);
+        task.token_begin = int32_t(token);
+        task.token_end = int32_t(std::min(token + TOKENS, s.q_len));
+        plan.tasks.push_back(task);
+      }
+  }
+}
+
+void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
+                        BackwardPlan& plan) {
+  clear(plan);
   // Neighbours in the list of tasks run at the same time, on key tiles of as many heads as there
   // are threads: they seldom wait for each other, and few queries are in the caches at once.
   const int64_t together = ordered_heads ? 1 : std::min(threads, a.num_kv_heads);
@@ -140,7 +178,7 @@ void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
         for (int64_t h = first; h < std::min(first + together, a.num_kv_heads); ++h) {
           const int64_t done = plan.done + h * x.num_key_tiles + j;
           plan.tasks.push_back({int32_t(b), int32_t(h), int32_t(j), done,
-                                h > 0 ? done - x.num_key_tiles : -1});
+                                h > 0 ? done - x.num_key_tiles : -1, 0, 0, 0, 0});
         }
     plan.done += a.num_kv_heads * x.num_key_tiles;
   }
@@ -148,6 +186,7 @@ void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
 
 void follow_plan(const BackwardPlan& plan, Backward& b) {
   b.tile_rows = plan.rows;
+  b.listed_rows = plan.listed_rows;
   b.sequences = plan.sequences.data();
   b.tiles = plan.tiles.data();
   b.row_tiles = plan.row_tiles.data();

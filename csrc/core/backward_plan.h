@@ -22,11 +22,15 @@ struct BackwardPlan {
   std::vector<LayoutEntry> entries;
   int64_t sum_rows, turns, done;  // how many there are
   int64_t rows;                   // of the largest tile
+  int64_t listed_rows;            // of keys in a task, with lists of keys
   int64_t cost;                   // of all tasks, in multiply-adds
 };
 
 // `ordered_heads`: KV heads add to one gradient, in order.
 void make_backward_plan(const Attention&, int64_t threads, bool ordered_heads, BackwardPlan&);
+
+// The same with lists of keys: tasks wait for no other.
+void make_backward_plan_of_lists(const Attention&, int64_t total_k, BackwardPlan&);
 
 // Points `Backward` at the plan's tiles and lists, which the tasks use.
 void follow_plan(const BackwardPlan&, Backward&);

@@ -59,8 +59,26 @@ PAGED_ATTN_INLINE const int32_t* layout_row(const paged_attn::BlockLayout& l, in
   return l.col + sequence * l.col_batch + head * l.col_head + begin * l.col_entry;
 }
 
+// The walk over keys that a list names; `s` has them as its own.
+PAGED_ATTN_INLINE KeyWalk walk_listed(const Attention& a, const Sequence& s,
+                                      const ListedKeys& listed, int max_columns) {
+  KeyWalk walk;
+  walk.attention = &a;
+  walk.sequence = &s;
+  walk.part = 0;
+  walk.part_end = s.k_len;
+  walk.max_columns = max_columns;
+  walk.listed = listed;
+  return walk;
+}
+
 PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
                                     const paged_attn::Task& task, int max_columns) {
+  if (a.selection.enabled)
+    return walk_listed(a, s,
+                       listed_keys(a, sequence_at(a, s.index), task.token_begin,
+                                   list_of(a, task.group_begin), task.part_begin, task.part_end),
+                       max_columns);
   KeyWalk walk;
   walk.attention = &a;
   walk.sequence = &s;
@@ -70,12 +88,7 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
   walk.part = task.part_begin;
   walk.part_end = task.part_end;
   walk.next_key = -1;
-  if (a.selection.enabled) {
-    walk.listed = listed_keys(a, sequence_at(a, s.index), task.token_begin,
-                              list_of(a, task.group_begin), task.part_begin, task.part_end);
-    walk.part = 0;
-    walk.part_end = s.k_len;
-  } else if (a.layout.crow) {
+  if (a.layout.crow) {
     if (walk.visible.end == 0) {
       walk.part_end = walk.part;
       return walk;
@@ -104,7 +117,7 @@ PAGED_ATTN_INLINE void locate_keys(const Attention& a, const Sequence& s, int64_
     return;
   }
   const bool is_slots = a.selection.enabled && a.selection.is_slots;
-  int64_t entry = key / a.page_size, slot = key % a.page_size;
+  int64_t entry = page_of(a, key), slot = key - entry * a.page_size;
   for (; key < end; ++entry, slot = 0) {
     const int64_t page = is_slots ? entry : page_at(a, s.index, entry);
     const int64_t run = min64(end - key, a.page_size - slot);
@@ -155,6 +168,7 @@ PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64
 
 // The next block of keys that a list names: as many as fit, beside each other.
 inline bool next_listed_block(KeyWalk& walk, KeyBlock& block) {
+  block.num_columns = block.num_segments = 0;
   if (walk.part >= walk.part_end) return false;
   const Attention& a = *walk.attention;
   const int count = int(min64(walk.part_end - walk.part, walk.max_columns));
@@ -181,9 +195,9 @@ inline bool next_listed_block(KeyWalk& walk, KeyBlock& block) {
 
 // The next block of the task, or false when there is none.
 inline bool next_block(KeyWalk& walk, KeyBlock& block) {
-  block.num_columns = block.num_segments = 0;
   const Attention& a = *walk.attention;
   if (a.selection.enabled) return next_listed_block(walk, block);
+  block.num_columns = block.num_segments = 0;
   if (!a.layout.crow) {
     if (walk.part >= walk.part_end) return false;
     walk.part = place_keys(walk, block, walk.part, walk.part_end);

@@ -12,6 +12,14 @@ namespace {
 // Enough to hide the latency of memory, and little enough to be in L1 still when it is read.
 constexpr int64_t AHEAD_BYTES = 8192;
 
+// Whether a key's values are some of its own numbers, as in a cache of latents.
+PAGED_ATTN_INLINE bool has_values_in_keys(const Attention& a) {
+  const int64_t offset = (const char*)a.v.data - (const char*)a.k.data;
+  return a.kv_dtype == a.v_dtype && a.k.stride_page == a.v.stride_page &&
+         a.k.stride_head == a.v.stride_head && a.k.stride_token == a.v.stride_token &&
+         offset >= 0 && offset < a.head_dim * paged_attn::bytes_of(a.kv_dtype);
+}
+
 template <class T>
 class ReadAhead {
  public:
@@ -21,8 +29,9 @@ class ReadAhead {
         first_head(first_kv_head),
         heads(num_heads),
         columns(chunk_columns),
-        distance(ahead_bytes),
-        into_second(ahead_bytes > AHEAD_BYTES || paged_attn::reads_ahead_into_second_level) {}
+        keys_alone(attention.selection.enabled && has_values_in_keys(attention)),
+        distance(ahead_bytes + (keys_alone ? ahead_of_values() : 0)),
+        into_second(distance > AHEAD_BYTES || paged_attn::reads_ahead_into_second_level) {}
 
   // Puts the cursor where it has to be when the first key of `block` is about to be read.
   PAGED_ATTN_INLINE void seek(const KeyBlock& block, const KeyBlock& following) {
@@ -34,22 +43,26 @@ class ReadAhead {
   }
 
   // Whether the next `bytes` from the cursor on are contiguous.
-  PAGED_ATTN_INLINE bool has(int64_t bytes) const { return end - at >= bytes; }
+  PAGED_ATTN_INLINE bool has(int64_t bytes) const { return !keys_alone && end - at >= bytes; }
 
   // The next `bytes` from the cursor on, which moves past them. The caller prefetches them line by
-  // line while it reads as many.
+  // line while it reads as many. Null if they are not contiguous: they are prefetched here then.
   PAGED_ATTN_INLINE const char* advance(int64_t bytes) {
+    if (keys_alone) return prefetch_runs(share_of_keys(bytes)), nullptr;
+    if (!has(bytes)) return prefetch_runs(bytes), nullptr;
     const char* from = at;
     at += bytes;
-    if (at >= end) leave_run();
+    if (at == end) next_run();
     return from;
   }
 
   // Prefetches the lines that begin among elements [begin, begin + n) after `start`, where a line
-  // begins.
+  // begins. Nothing if `start` is null.
   PAGED_ATTN_INLINE void prefetch(const T* start, int64_t begin, int n) const {
     constexpr int LINE = CACHE_LINE / int(sizeof(T));
-    if (n < LINE && begin % LINE >= n) return;
+    // no branch for each: the compiler would warn of lengths that it then takes for possible
+    const bool skip = ((n < LINE) & (begin % LINE >= n)) | (start == nullptr);
+    if (skip) return;
     asm volatile("");  // or the compiler would gather prefetches, and they come in bursts
 #pragma GCC unroll 8
     for (int i = 0; i < n; i += LINE) prefetch_line(start + begin + i);
@@ -65,6 +78,9 @@ class ReadAhead {
   const Attention& a;
   const int64_t first_head;
   const int heads, columns;
+  // Values that are numbers of their keys are in a cache already. Keys that lie apart take so long to
+  // read that they are prefetched while values are weighed, too: a part of a row for each row.
+  const bool keys_alone;
   const int64_t distance;
   const bool into_second;
   const KeyBlock* next;
@@ -73,6 +89,15 @@ class ReadAhead {
   // else that of a head's columns.
   int outer, inner, rows;
   const char *at, *end;
+
+  // How much of a block's keys has to be prefetched before the first one is read, so that the rest
+  // is ahead of those that are read.
+  PAGED_ATTN_INLINE int64_t ahead_of_values() const {
+    return MAX_COLUMNS * share_of_keys(a.head_dim_v * int64_t(sizeof(T)));
+  }
+  PAGED_ATTN_INLINE int64_t share_of_keys(int64_t bytes) const {
+    return bytes * a.head_dim / (a.head_dim + a.head_dim_v);
+  }
 
   // Into L1 by way of the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5,
   // and half as fast on Emerald Rapids. Into L2 where L1 would evict the line before it is read, or
@@ -98,6 +123,7 @@ class ReadAhead {
   }
   PAGED_ATTN_INLINE Chunk after(const Chunk& x) const {
     if (x.column + columns < x.block->num_columns) return {x.block, x.values, x.column + columns};
+    if (keys_alone) return {next, false, 0};
     return {x.values ? next : x.block, !x.values, 0};
   }
 
@@ -115,15 +141,17 @@ class ReadAhead {
     at = (const char*)first;
     end = (const char*)(first + rows * row_elements);
   }
-  // Bytes that were claimed past the end of the run are in the next runs: they are prefetched at
-  // once.
-  inline void leave_run() {
-    int64_t left = at - end;
-    for (next_run(); left > 0 && left >= end - at; next_run()) {
-      left -= end - at;
-      for (; at < end; at += CACHE_LINE) prefetch_line(at);
+  // Moves the cursor past some bytes of this run and of the next ones, and prefetches them.
+  inline void prefetch_runs(int64_t bytes) {
+    const auto pass = [&](int64_t n) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < n; i += CACHE_LINE) prefetch_line(at + i);
+      at += n;
+    };
+    for (; bytes >= end - at; next_run()) {
+      bytes -= end - at;
+      pass(end - at);
     }
-    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) prefetch_line(at);
+    pass(bytes);
   }
   PAGED_ATTN_INLINE void next_run() {
     const bool by_token = heads_contiguous(chunk);

@@ -12,8 +12,9 @@ struct ListedKeys {
   const int32_t* units;
   int64_t stride, entry, end;  // the next entry, and the one where the walk ends
   int64_t unit_size;
+  int64_t unit;      // the present one
   KeyRange visible;  // of the token, whatever its list names
-  KeyRange keys;     // of the present unit
+  KeyRange keys;     // that are left of the present unit
 };
 
 PAGED_ATTN_INLINE int64_t list_of(const Attention& a, int64_t group) {
@@ -53,8 +54,9 @@ PAGED_ATTN_INLINE ListedKeys listed_keys(const Attention& a, const Sequence& s, 
 // Goes on to the next unit of which the token sees a key. False at the end of the list.
 PAGED_ATTN_INLINE bool next_unit(ListedKeys& walk) {
   while (walk.entry < walk.end) {
-    const int64_t first = read_once(walk.units + walk.entry++ * walk.stride) * walk.unit_size;
-    if (first < 0) continue;
+    walk.unit = read_once(walk.units + walk.entry++ * walk.stride);
+    if (walk.unit < 0) continue;
+    const int64_t first = walk.unit * walk.unit_size;
     walk.keys.begin = max64(first, walk.visible.begin);
     walk.keys.end = min64(first + walk.unit_size, walk.visible.end);
     if (walk.keys.begin < walk.keys.end) return true;
@@ -63,14 +65,18 @@ PAGED_ATTN_INLINE bool next_unit(ListedKeys& walk) {
   return false;
 }
 
+inline int64_t count_keys(ListedKeys walk) {
+  int64_t count = 0;
+  while (next_unit(walk)) count += walk.keys.end - walk.keys.begin;
+  return count;
+}
+
 // The sequence whose keys a task attends to.
 PAGED_ATTN_INLINE Sequence sequence_of(const Attention& a, const paged_attn::Task& task) {
   Sequence s = sequence_at(a, task.sequence);
   if (!a.selection.enabled) return s;
-  ListedKeys walk = listed_keys(a, s, task.token_begin, list_of(a, task.group_begin),
-                                task.part_begin, task.part_end);
-  s.k_len = 0;
-  while (next_unit(walk)) s.k_len += walk.keys.end - walk.keys.begin;
+  s.k_len = count_keys(listed_keys(a, s, task.token_begin, list_of(a, task.group_begin),
+                                   task.part_begin, task.part_end));
   return s;
 }
 

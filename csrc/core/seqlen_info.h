@@ -41,6 +41,11 @@ PAGED_ATTN_INLINE Sequence sequence_at(const Attention& a, int64_t b) {
   return s;
 }
 
+// The number of a key's page in its sequence.
+PAGED_ATTN_INLINE int64_t page_of(const Attention& a, int64_t key) {
+  return a.page_shift >= 0 ? key >> a.page_shift : key / a.page_size;
+}
+
 // The position of a key: its own number, unless keys are dealt out over ranks.
 PAGED_ATTN_INLINE int64_t key_position(const Attention& a, int64_t key) {
   if (a.key_span == a.key_run) return key;

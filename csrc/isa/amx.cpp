@@ -3,7 +3,7 @@
 #include "../core/product_amx_halves.h"
 #include "../kernels.h"
 #include "../kernels/prefill_amx.h"
-#include "../kernels/attention_backward.h"
+#include "../kernels/backward_of_lists.h"
 #include "../kernels/decode_amx.h"
 #include "../kernels/decode_amx_invariant.h"
 
@@ -81,19 +81,18 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
 
 int64_t floats_of_backward(const Backward& b) {
   if (b.forward.q_dtype == paged_attn::DType::float16)
-    return backward_workspace<AmxHalfProduct>(b, b.tile_rows, nullptr).floats;
-  return backward_workspace<AmxProduct>(b, b.tile_rows, nullptr).floats;
+    return floats_of_backward_task<AmxHalfProduct>(b);
+  return floats_of_backward_task<AmxProduct>(b);
 }
 
 void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float* memory) {
   const DenormalsAreZero mode;
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
-  const Sequence s = sequence_at(b.forward, task.sequence);
   if (b.forward.q_dtype == paged_attn::DType::float16)
-    BackwardOfTask<AmxHalfProduct>(b, task, s, memory).run();
+    run_backward_task<AmxHalfProduct>(b, task, memory);
   else
-    BackwardOfTask<AmxProduct>(b, task, s, memory).run();
+    run_backward_task<AmxProduct>(b, task, memory);
   _tile_release();
 }
 
@@ -112,5 +111,9 @@ const paged_attn::Kernels paged_attn::kernels_amx = {
     nullptr,  // reshape_and_cache
     nullptr,  // merge_states
     nullptr,  // merge_states_backward
+    nullptr,  // mass_floats
+    nullptr,  // selected_mass
+    nullptr,  // select_floats
+    nullptr,  // score_units
     nullptr,  // multiply_sample
 };

@@ -1,9 +1,11 @@
 // The attention kernels as the rest of the library calls them.
 #pragma once
 
-#include "attention_backward.h"
+#include "backward_of_lists.h"
 #include "decode.h"
 #include "prefill.h"
+#include "select_keys.h"
+#include "selected_mass.h"
 
 namespace {
 
@@ -108,14 +110,39 @@ void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* 
 
 int64_t backward_floats(const Backward& b) {
   return with_product(b.forward, [&](auto product) __attribute__((always_inline)) {
-    return backward_workspace<decltype(product)>(b, b.tile_rows, nullptr).floats;
+    return floats_of_backward_task<decltype(product)>(b);
   });
 }
 
 void attend_backward(const Backward& b, const BackwardTask& task, float* memory) {
-  const Sequence s = sequence_at(b.forward, task.sequence);
   with_product(b.forward, [&](auto product) __attribute__((always_inline)) {
-    BackwardOfTask<decltype(product)>(b, task, s, memory).run();
+    run_backward_task<decltype(product)>(b, task, memory);
+  });
+}
+
+int64_t mass_floats(const SelectedMass& m) {
+  return with_product(m.forward, [&](auto product) __attribute__((always_inline)) {
+    return mass_workspace<decltype(product)>(m.forward, nullptr).floats;
+  });
+}
+
+void selected_mass(const SelectedMass& m, int64_t sequence, int64_t token, int64_t list,
+                   float* memory) {
+  with_product(m.forward, [&](auto product) __attribute__((always_inline)) {
+    mass_of_list<decltype(product)>(m, sequence, token, list, memory);
+  });
+}
+
+int64_t select_floats(const SelectKeys& x, int64_t tokens) {
+  return with_product(x.forward, [&](auto product) __attribute__((always_inline)) {
+    return select_workspace<decltype(product)>(x.forward, tokens, nullptr).floats;
+  });
+}
+
+void score_units(const SelectKeys& x, const SelectTask& task, int64_t count, float* units,
+                 float* memory) {
+  with_product(x.forward, [&](auto product) __attribute__((always_inline)) {
+    score_units_of<decltype(product)>(x, task, count, units, memory);
   });
 }
 

@@ -75,7 +75,7 @@ class BackwardOfTask {
     if (b.dbias_sums) __atomic_store_n(b.done + task.done, 1, __ATOMIC_RELEASE);
   }
 
- private:
+ protected:
   const Backward& b;
   const Attention& a;
   const BackwardTask& task;

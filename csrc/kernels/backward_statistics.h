@@ -41,6 +41,11 @@ inline bool sees_one_of(const Attention& a, const ScoreRow& row, int64_t begin, 
 // Whether a query sees a key, whatever bias, mask or layout there is.
 PAGED_ATTN_APART bool sees_a_key(const Attention& a, const Sequence& s, int64_t token,
                                  int64_t head) {
+  if (a.selection.enabled) {
+    const int64_t list = list_of(a, head / a.group_size);
+    ListedKeys names = listed_keys(a, s, token, list, 0, list_length(a, s.q_start + token, list));
+    return next_unit(names);
+  }
   const ScoreRow row = score_row(a, s, token, head);
   if (row.visible.end == 0) return false;
   if (!a.layout.crow) return sees_one_of(a, row, row.visible.begin, row.visible.end);

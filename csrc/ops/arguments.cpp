@@ -22,6 +22,7 @@ Arguments::~Arguments() {
   for (int i = 0; i < num_boxes_; ++i) delete boxes_[i];
   for (AtenTensorHandle handle : listed_) aoti_torch_delete_tensor_object(handle);
   for (int i = 0; i < num_lists_; ++i) torch_delete_list(lists_[i]);
+  for (int i = 0; i < num_texts_; ++i) torch_delete_string(texts_[i]);
 }
 
 StableIValue Arguments::next() {
@@ -103,6 +104,16 @@ std::array<bool, 5> Arguments::mask() {
   return mask;
 }
 
+std::string Arguments::text() {
+  // torch's own conversion to std::string never frees the handle
+  const StringHandle handle = texts_[num_texts_++] = to<StringHandle>(next());
+  size_t length;
+  const char* data;
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  return std::string(data, length);
+}
+
 void Arguments::require(bool accepted) {
   require_all_taken();
   if (!accepted || is_malformed_ || needs_gradient_) refuse();
@@ -124,7 +135,7 @@ void Arguments::require_all_taken() const {
 
 // Another operator owns what lies on the stack from here on.
 void Arguments::give_back_to_stack() {
-  num_tensors_ = num_boxes_ = num_lists_ = 0;
+  num_tensors_ = num_boxes_ = num_lists_ = num_texts_ = 0;
   listed_.clear();
 }
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tensor_view.h"
@@ -27,6 +28,7 @@ class Arguments {
   std::optional<double> optional_number();
   std::optional<DType> optional_dtype();
   std::array<bool, 5> mask();
+  std::string text();
 
   // Whether those tensors that were taken are on the CPU, in storages that hold them. None may be
   // read before.
@@ -56,12 +58,14 @@ class Arguments {
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
   bool grad_mode_, are_readable_ = true, needs_gradient_ = false, is_malformed_ = false;
-  // what to give back: tensors, the boxes in which optional values come, lists and their tensors
+  // what to give back: tensors, the boxes in which optional values come, lists and their
+  // tensors, texts
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];
   StableListHandle lists_[2];
   std::vector<AtenTensorHandle> listed_;
-  int num_tensors_ = 0, num_boxes_ = 0, num_lists_ = 0;
+  StringHandle texts_[2];
+  int num_tensors_ = 0, num_boxes_ = 0, num_lists_ = 0, num_texts_ = 0;
 };
 
 }  // namespace paged_attn

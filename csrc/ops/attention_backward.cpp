@@ -1,4 +1,4 @@
-// flash_varlen_backward and blocksparse_backward: their arguments, their guard, how a call runs.
+// The backward ops of attention: their arguments, their guard, and how a call runs.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -19,8 +19,9 @@ namespace {
 // In the order of the schemas, as AttentionArguments.
 struct BackwardArguments {
   Arguments& next;
-  bool has_layout;
+  Form form;
 
+  bool has_layout = form == Form::layout, has_lists = form == Form::lists;
   TensorView dout = next.tensor();
   TensorView dlse = next.optional_tensor();
   TensorView q = next.tensor();
@@ -28,6 +29,7 @@ struct BackwardArguments {
   TensorView v = next.tensor();
   TensorView crow_indices = has_layout ? next.tensor() : TensorView();
   TensorView col_indices = has_layout ? next.tensor() : TensorView();
+  TensorView key_indices = has_lists ? next.tensor() : TensorView();
   TensorView out = next.tensor();
   TensorView softmax_lse = next.tensor();
   TensorView cu_seqlens_q = next.tensor();
@@ -35,42 +37,46 @@ struct BackwardArguments {
   int64_t max_seqlen_q = next.integer();
   int64_t max_seqlen_k = next.integer();
   TensorView seqused_k = next.optional_tensor();
-  TensorView attn_bias = next.optional_tensor();
-  TensorView alibi_slopes = next.optional_tensor();
+  TensorView num_selected = has_lists ? next.optional_tensor() : TensorView();
+  TensorView attn_bias = has_lists ? TensorView() : next.optional_tensor();
+  TensorView alibi_slopes = has_lists ? TensorView() : next.optional_tensor();
   TensorView sinks = next.optional_tensor();
-  TensorView rng_state = next.optional_tensor();
-  TensorView tail_mask = next.optional_tensor();
+  TensorView rng_state = has_lists ? TensorView() : next.optional_tensor();
+  TensorView tail_mask = has_lists ? TensorView() : next.optional_tensor();
   TensorView k_start = next.optional_tensor();
   TensorView q_position = next.optional_tensor();
   int64_t q_block_size = has_layout ? next.integer() : 0;
   int64_t k_block_size = has_layout ? next.integer() : 0;
+  int64_t select_size = has_lists ? next.integer() : 0;
   std::optional<double> softmax_scale = next.optional_number();
   bool causal = next.boolean();
   int64_t window_size_left = next.integer();
   int64_t window_size_right = next.integer();
   double softcap = next.number();
-  double dropout_p = next.number();
+  double dropout_p = has_lists ? 0 : next.number();
   bool deterministic = next.boolean();
-  int64_t key_ranks = next.integer();
-  int64_t key_rank = next.integer();
-  int64_t key_interleave = next.integer();
+  int64_t key_ranks = has_lists ? 1 : next.integer();
+  int64_t key_rank = has_lists ? 0 : next.integer();
+  int64_t key_interleave = has_lists ? 1 : next.integer();
   std::array<bool, 5> output_mask = next.mask();
 
   // The call whose backward this is.
   AttentionArguments forward() const {
     return {.next = next,
-            .form = has_layout ? Form::layout : Form::plain,
+            .form = form,
             .q = q,
             .k = k,
             .v = v,
             .crow_indices = crow_indices,
             .col_indices = col_indices,
+            .key_indices = key_indices,
             .cu_seqlens_q = cu_seqlens_q,
             .cu_seqlens_k = cu_seqlens_k,
             .max_seqlen_q = max_seqlen_q,
             .max_seqlen_k = max_seqlen_k,
             .seqused_k = seqused_k,
             .block_table = TensorView(),
+            .num_selected = num_selected,
             .attn_bias = attn_bias,
             .alibi_slopes = alibi_slopes,
             .sinks = sinks,
@@ -85,6 +91,7 @@ struct BackwardArguments {
             .q_position = q_position,
             .q_block_size = q_block_size,
             .k_block_size = k_block_size,
+            .select_size = select_size,
             .softmax_scale = softmax_scale,
             .causal = causal,
             .window_size_left = window_size_left,
@@ -102,7 +109,7 @@ struct BackwardArguments {
 
 bool accept(const BackwardArguments& x, Backward& b) {
   Attention& a = b.forward;
-  if (!accept_attention(x.forward(), a)) return false;
+  if (x.k.dim != 3 || !accept_attention(x.forward(), a)) return false;
   if (a.q_dtype > DType::float16 || a.kv_dtype != a.q_dtype) return false;
   // no kernel: backends/cpu/__init__.py says so
   if (a.layout.crow && x.key_ranks > 1) return false;
@@ -169,7 +176,7 @@ Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32
 class SharedKeys {
  public:
   SharedKeys(const Attention& a, int64_t total_k) : a_(a), total_k_(total_k) {
-    if (!a.k_start) return;
+    if (!a.k_start || a.selection.enabled) return;
     std::vector<std::pair<int64_t, int64_t>> ranges;
     for (int64_t i = 0; i < a.batch; ++i) {
       const Sequence s = sequence_at(a, i);
@@ -214,15 +221,15 @@ class SharedKeys {
   bool overlap_ = false;
 };
 
-void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
+void backward(const char* op, Form form, StableIValue* stack, uint64_t num_args) {
   Arguments arguments(op, stack, num_args);
-  const BackwardArguments x = {arguments, has_layout};
+  const BackwardArguments x = {arguments, form};
   Backward b = {};
   if (arguments.recorded(arguments.are_readable() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
-  static Announced announced[2][2];
+  static Announced announced[4][2];
   const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
-  announced[has_layout][has_pairs].once(op, has_pairs);
+  announced[int(form)][has_pairs].once(op, has_pairs);
   const bool has_dbias = x.output_mask[3] && x.attn_bias && a.bias_dtype <= DType::float16;
   const bool has_dsinks = x.output_mask[4] && x.sinks;
   const int64_t total_k = x.k.size(0);
@@ -268,7 +275,10 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
 
   const int64_t threads = torch::stable::get_num_threads();
   static thread_local BackwardPlan plan;
-  make_backward_plan(a, threads, shared_bias, plan);
+  if (form == Form::lists)
+    make_backward_plan_of_lists(a, total_k, plan);
+  else
+    make_backward_plan(a, threads, shared_bias, plan);
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
   const int64_t places = a.num_heads * a.total_q, width = (a.head_dim + 15) / 16 * 16;
   Tensor statistics = empty_floats(places * (has_dsinks ? 3 : 2));
@@ -301,11 +311,15 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
 }
 
 void flash_varlen_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
-  backward("flash_varlen_backward", /*has_layout=*/false, stack, num_args);
+  backward("flash_varlen_backward", Form::plain, stack, num_args);
 }
 
 void blocksparse_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
-  backward("blocksparse_backward", /*has_layout=*/true, stack, num_args);
+  backward("blocksparse_backward", Form::layout, stack, num_args);
+}
+
+void selected_attention_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
+  backward("selected_attention_backward", Form::lists, stack, num_args);
 }
 
 }  // namespace
@@ -314,4 +328,5 @@ void blocksparse_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
   m.impl("flash_varlen_backward", &paged_attn::flash_varlen_backward);
   m.impl("blocksparse_backward", &paged_attn::blocksparse_backward);
+  m.impl("selected_attention_backward", &paged_attn::selected_attention_backward);
 }

@@ -44,6 +44,9 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   a.head_dim_v = x.v.last();
   a.page_size = paged ? x.k.size(2) : 0;
   a.num_pages = paged ? x.k.size(0) : 0;
+  a.page_shift = -1;
+  if (a.page_size > 0 && (a.page_size & (a.page_size - 1)) == 0)
+    for (int64_t size = a.page_size; size > 0; size >>= 1) ++a.page_shift;
   if (a.num_heads < 1 || a.num_heads > 65535 || a.head_dim < 1 || a.num_kv_heads < 1 ||
       a.head_dim_v < 1 || (paged && a.page_size < 1))
     return false;

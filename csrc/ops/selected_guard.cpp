@@ -39,7 +39,7 @@ class Named {
 };
 
 bool has_pages(const AttentionArguments& x, const Attention& a, int64_t sequence, KeyRange keys) {
-  for (int64_t i = keys.begin / a.page_size; i * a.page_size < keys.end; ++i) {
+  for (int64_t i = page_of(a, keys.begin); i * a.page_size < keys.end; ++i) {
     if (i >= x.block_table.size(1)) return false;
     const int32_t page = a.block_table(sequence, i);
     if (page < 0 || page >= a.num_pages) return false;
@@ -56,28 +56,29 @@ bool accept_list(const AttentionArguments& x, const Attention& a, const Sequence
   }
   ListedKeys walk = listed_keys(a, s, token, list, 0, list_length(a, row, list));
   walk.visible = keys_of_token(a, s, token);  // which the table may have no room for
-  bool ascending = true;
-  int64_t before = -1;
-  for (ListedKeys ahead = walk; ascending && next_unit(ahead);) {
-    const int64_t unit = ahead.keys.begin / a.selection.unit_size;
-    ascending = unit > before;
-    before = unit;
-  }
-  if (!ascending) named.clear(walk.end);
-  while (next_unit(walk)) {
-    const int64_t unit = walk.keys.begin / a.selection.unit_size;
-    if (!ascending && !named.add(int32_t(unit))) return false;
+  ListedKeys again = walk;
+  bool is_ascending = true;
+  for (int64_t before = -1; next_unit(walk); before = walk.unit) {
+    is_ascending &= walk.unit > before;
     if (x.block_table && !has_pages(x, a, s.index, walk.keys)) return false;
   }
+  if (is_ascending) return true;
+  named.clear(again.end);
+  while (next_unit(again))
+    if (!named.add(int32_t(again.unit))) return false;
   return true;
 }
 
 }  // namespace
 
+bool is_unit_size(int64_t keys) {
+  return keys >= 1 && keys <= 256 && (keys & (keys - 1)) == 0;
+}
+
 bool accept_lists(const AttentionArguments& x, Attention& a) {
   const TensorView &indices = x.key_indices, &counts = x.num_selected;
   const int64_t size = x.select_size;
-  if (size < 1 || size > 256 || (size & (size - 1))) return false;
+  if (!is_unit_size(size)) return false;
   if (indices.dim != 3 || !indices.is(DType::int32) || indices.size(0) != a.total_q) return false;
   const int64_t lists = indices.size(1);
   if (lists != 1 && lists != a.num_kv_heads) return false;

@@ -6,6 +6,9 @@
 
 namespace paged_attn {
 
+// What a unit may hold: 1, or a power of two to 256.
+bool is_unit_size(int64_t keys);
+
 // Shapes and options, which are filled in. All else has been filled in before.
 bool accept_lists(const AttentionArguments&, Attention&);
 

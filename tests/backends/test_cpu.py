@@ -12,11 +12,19 @@ import torch
 from same_bits import assert_same_bits
 from sampling import IS_THOROUGH
 
-from torch_paged_attn import flash_varlen, reference
+from torch_paged_attn import explain, flash_varlen, reference
 from torch_paged_attn.reference.philox import dropout_keep
-from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    PROBLEMS,
+    SELECTED_DIFFERENTIABLE,
+    Problem,
+    assert_accurate,
+    build,
+)
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.inputs import cumulative, hostile_gradients
+from torch_paged_attn.testing.problem import Selected
 
 
 def test_calls_from_many_threads_do_not_meet():
@@ -83,6 +91,34 @@ def test_threads_change_no_bit():
 )
 def test_threads_change_no_bit_of_gradients(name):
     call = build(DIFFERENTIABLE[name])
+    out, lse = call.run()
+    backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
+    assert_same_bits_on_threads(backward.run, (1, 2, 7))
+
+
+# lists that are divided among tasks: keys are read in place for 2 rows, and packed for 20
+@pytest.mark.parametrize("num_heads", [4, 40])
+def test_threads_change_no_bit_of_long_lists(num_heads):
+    call = build(
+        Problem(
+            "long_lists",
+            ((1, 5200), (2, 4000)),
+            num_heads,
+            2,
+            64,
+            dtype=torch.bfloat16,
+            page_size=16,
+            sinks=True,
+            selected=Selected(350, 16, "kv", holes=0.1),
+        )
+    )
+    assert explain(call.op, **call.args).path.details["merges"] > 0
+    assert_accurate(*call.run(), call.truth())
+    assert_same_bits_on_threads(call.run, (1, 2, 3))
+
+
+def test_threads_change_no_bit_of_gradients_of_lists():
+    call = build(SELECTED_DIFFERENTIABLE["selected/training/bf16"])
     out, lse = call.run()
     backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
     assert_same_bits_on_threads(backward.run, (1, 2, 7))

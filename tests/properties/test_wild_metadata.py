@@ -7,6 +7,7 @@ from served import HAS
 
 import torch_paged_attn
 from torch_paged_attn.testing import build
+from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import layouts, problems, selected_problems
 
 # values near the edges of what a small call allows, and the worst an int32 can be
@@ -33,26 +34,51 @@ def outcome(call):
     return ""
 
 
-def assert_refused_as_explained(problem, data):
-    call = build(problem)
-    names = [n for n in METADATA if call.args.get(n) is not None and call.args[n].numel()]
+def change(args, data):
+    """Write wild numbers into some of the call's metadata."""
+    names = [n for n in METADATA if args.get(n) is not None and args[n].numel()]
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         name = data.draw(st.sampled_from(names), "tensor")
-        flat = call.args[name].view(-1)
+        flat = args[name].view(-1)
         flat[data.draw(st.integers(0, flat.numel() - 1), "index")] = data.draw(WILD, "value")
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
-    explain = getattr(torch.ops.paged_attn, f"{call.op}_error")
-    assert outcome(lambda: call.run()) == explain(**args)
+
+
+def assert_refused_as_explained(op, args):
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | args
+    run, explain = (getattr(torch.ops.paged_attn, name) for name in (op, f"{op}_error"))
+    assert outcome(lambda: run(**args)) == explain(**args)
 
 
 @given(problems(st.one_of(st.none(), layouts), optional=HAS), st.data())
 def test_attention(problem, data):
-    assert_refused_as_explained(problem, data)
+    call = build(problem)
+    change(call.args, data)
+    assert_refused_as_explained(call.op, call.args)
 
 
 @given(selected_problems(), st.data())
 def test_selected_attention(problem, data):
-    assert_refused_as_explained(problem, data)
+    """And of `selected_mass`, and of `select_keys` with the same keys."""
+    call = build(problem)
+    change(call.args, data)
+    assert_refused_as_explained(call.op, call.args)
+    lse = torch.zeros(problem.num_heads, call.args["q"].shape[0])
+    for op, further in (
+        ("selected_mass", {"softmax_lse": lse}),
+        ("select_keys", {"weights": None, "num_units": 3, "force_last": 1}),
+    ):
+        names = {x.name for x in getattr(torch.ops.paged_attn, op).default._schema.arguments}
+        args = {name: x for name, x in call.args.items() if name in names}
+        assert_refused_as_explained(op, args | further)
+
+
+@given(selected_problems(trains=True), st.data())
+def test_selected_attention_backward(problem, data):
+    call = build(problem)
+    out, lse = call.run()
+    backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
+    change(backward.args, data)
+    assert_refused_as_explained(backward.op, backward.args)
 
 
 @given(

@@ -140,7 +140,7 @@ def test_select_keys_by_hand():
 @pytest.mark.parametrize("pool", ["max", "mean", "sum"])
 @pytest.mark.parametrize("score", ["relu", "identity"])
 def test_select_keys_of_the_cpu(pool, score):
-    """The composition selects what the formula selects, where scores are whole numbers."""
+    """It selects what the formula selects, where scores are whole numbers."""
     import torch_paged_attn
 
     g = torch.Generator().manual_seed(1)

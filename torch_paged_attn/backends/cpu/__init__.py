@@ -12,9 +12,6 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
 
-# ops that are composed of PyTorch operators, in a file each, where the library has no kernel
-OF_SELECTION = "selected_attention_backward", "selected_mass", "select_keys"
-
 X86 = ("x86_64", "amd64")
 
 
@@ -26,7 +23,6 @@ class Cpu(Backend):
     is_compiled = True
     lacks = ()
     lacks_in_backward = ("key_ranks of blocksparse",)
-    announces = OF_SELECTION
 
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""
@@ -42,8 +38,6 @@ class Cpu(Backend):
 
         if (reason := self.unsupported()) is not None:
             return paths.Path(self.name, None, reason)
-        if op in OF_SELECTION and self.has(op):
-            return paths.Path(self.name, "composed of PyTorch operators", path.NO_KERNEL)
         return path.path(op, call)
 
     def unsupported_backward(self, call: AttentionCall) -> None:

@@ -20,9 +20,6 @@ PAIRS = {
 }
 
 
-NO_KERNEL = "the compiled kernels do not have it yet"
-
-
 def products(isa: str, has_pairs: bool) -> str:
     """What is multiplied; the sums are float32."""
     return PAIRS.get(isa, "float32") if has_pairs else "float32"
@@ -31,8 +28,8 @@ def products(isa: str, has_pairs: bool) -> str:
 def kernel_name(op: str, has_pairs: bool) -> str:
     """The kernels of an op on this machine's instruction set."""
     isa, _ = instruction_sets()
-    is_attention = op.startswith(("flash_varlen", "blocksparse", "selected_attention"))
-    return f"{isa}, products of {products(isa, has_pairs)}" if is_attention else isa
+    has_products = op.startswith(("flash_varlen", "blocksparse", "select"))
+    return f"{isa}, products of {products(isa, has_pairs)}" if has_products else isa
 
 
 def path(op: str, call: Any) -> Path:
@@ -48,7 +45,8 @@ def path(op: str, call: Any) -> Path:
         details["products"] = products(isa, has_pairs)
         return Path("cpu", isa, reason, details)
     if not isinstance(call, AttentionCall):
-        return Path("cpu", isa, reason, details, workspace=0)
+        workspace = None if op.startswith("select") else 0
+        return Path("cpu", isa, reason, details, workspace)
     told = _plan(call)
     has_pairs = bool(told.pop("has_pairs"))
     workspace = told["bytes_shared"] + told["threads"] * told["bytes_per_thread"]
