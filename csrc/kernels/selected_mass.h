@@ -58,8 +58,11 @@ inline void add_probabilities(const SelectedMass& m, const Sequence& s,
       if (lse == -INFINITY) continue;
       float* scores = w.scores + (r - r0) * MAX_COLUMNS;
       finish_row(a, row, block, 0, end, scores);
-      for (int c = 0; c < end; c += W)
-        store(sums + c, load(sums + c) + exp2(load(scores + c) - set1(base_2(lse))));
+      // the lse is rounded once, in the difference
+      for (int c = 0; c < end; c += W) {
+        const F x = fma(set1(-lse), set1(LOG2_E), load(scores + c));
+        store(sums + c, load(sums + c) + exp2(x));
+      }
     }
   }
 }

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import torch_paged_attn
+from torch_paged_attn import _conformance as conformance
 from torch_paged_attn import explain
+from torch_paged_attn._conformance import TESTS
 from torch_paged_attn.ops import path
 from torch_paged_attn.ops.backend import Backend, backends
-from torch_paged_attn.testing import conformance
-from torch_paged_attn.testing.conformance import TESTS
 
 ROOT = Path(torch_paged_attn.__file__).parents[1]
 CASE = "attention/llama3_8b/decode_b5/bf16"
@@ -42,7 +42,7 @@ def test_report_of_a_cpu(tmp_path):
 
 def test_the_package_is_enough():
     """What the installed package lacks, hypothesis among it, is not imported."""
-    program = "import sys; from torch_paged_attn.testing import conformance; print(*sys.modules)"
+    program = "import sys; from torch_paged_attn import _conformance; print(*sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert not {"hypothesis", "pytest", "jax", "triton", "transformers"} & set(ran.stdout.split())
