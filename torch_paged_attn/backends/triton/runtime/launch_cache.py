@@ -327,6 +327,7 @@ class Launch:
 
     def _what_to_note(self, pointers: tuple[Any, ...]) -> Any:
         if self._noted is None:
+            settle_key(self.kernel)  # before it is hashed: see `_make_ready`
             self._noted = compiled_for(self.kernel, pointers, self.options)
         return self._noted
 
