@@ -11,6 +11,7 @@ from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import selected_units
+from torch_paged_attn.backends.triton.hopper.unit_arguments import UnitCombinePointers
 from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
 from torch_paged_attn.backends.triton.unit_items import UnitLists
@@ -152,8 +153,10 @@ def test_parts_are_added_up(name):
     for rows in (slice(0, 5), slice(5, call.total_q)):
         lists, count = _new_lists(call, rows), rows.stop - rows.start
         _combine_units_kernel[(count, call.num_kv_heads)](
-            *(x[rows.start * of_row : rows.stop * of_row].clone() for x in parts),
-            lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
+            UnitCombinePointers(
+                *(x[rows.start * of_row : rows.stop * of_row].clone() for x in parts),
+                lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
+            ),
             rows.start, call.total_q, call.batch, entries,
             NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
             K=next_power_of_2(entries),

@@ -16,7 +16,7 @@ from torch_paged_attn.backends.triton.portable.index_scores import (
 )
 from torch_paged_attn.backends.triton.portable.selected import SelectedConfig
 from torch_paged_attn.backends.triton.portable.tiles import key_bound
-from torch_paged_attn.backends.triton.portable.top_units import _top_units_kernel
+from torch_paged_attn.backends.triton.portable.top_units import TopPointers, _top_units_kernel
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.ops.select_keys import check_call
@@ -132,4 +132,4 @@ def _select(
         UNITS=READ,
         HAS_FORCED=call.force_first + call.force_last > 0,
         num_warps=8,
-    )(pointers, scores, rest, key_indices, num_selected)
+    )(pointers, TopPointers(scores, rest, key_indices, num_selected))

@@ -7,6 +7,8 @@ bucket's entries may change from call to call: nothing may depend on it. Nothing
 host.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,20 @@ from torch_paged_attn.backends.triton.unit_items import (
 TOKENS, BUCKETS, ENTRIES = 32, 4096, 1024
 # larger than every position
 FAR = tl.constexpr(2**30)
+
+
+class EntryPointers(NamedTuple):
+    """Memory of the kernel that puts entries in order. The last three are results: see
+    `unit_items.UnitLists`."""
+
+    counters: Any  # of buckets, as `make_unit_lists` describes them
+    buckets: Any  # of entries, -1 for those that do not count
+    ranks: Any  # of entries in their buckets
+    starts: Any  # of buckets: the number of their first entry
+    first_items: Any  # of buckets
+    entries: Any
+    rows: Any
+    items: Any
 
 
 def buckets_of(call: AttentionCall) -> int:
@@ -107,7 +123,18 @@ def make_unit_lists(
         MULTIPLE=multiple,
         ENTRIES=ENTRIES,
         num_warps=4,
-    )(counters, buckets, ranks, starts, first_items, ordered, rows_of, items)
+    )(
+        EntryPointers(
+            counters=counters,
+            buckets=buckets,
+            ranks=ranks,
+            starts=starts,
+            first_items=first_items,
+            entries=ordered,
+            rows=rows_of,
+            items=items,
+        )
+    )
     return UnitLists(ordered, rows_of, items, num_items, buckets, last_keys, rows.start)
 
 
@@ -200,29 +227,28 @@ def _start_buckets_kernel(
     do_not_specialize=("total", "first_row", "of_token", "units", "sequences", "num_buckets")
 )
 def _order_entries_kernel(
-    counters_ptr, buckets_ptr, ranks_ptr, starts_ptr, first_items_ptr, entries_ptr, rows_ptr,
-    items_ptr, total, first_row, of_token, units, sequences, num_buckets,
+    pointers, total, first_row, of_token, units, sequences, num_buckets,
     SELECT_SIZE: tl.constexpr, MOST: tl.constexpr, MULTIPLE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Put entries that count, and their query rows, where their buckets are. Entry number
     i of a bucket writes the words of its item number i."""
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    bucket = tl.load(buckets_ptr + at, mask=at < total, other=-1)
+    bucket = tl.load(pointers.buckets + at, mask=at < total, other=-1)
     counts = bucket >= 0
-    start = tl.load(starts_ptr + bucket, mask=counts, other=0)
-    rank = tl.load(ranks_ptr + at, mask=counts, other=0)
-    tl.store(entries_ptr + start + rank, at, mask=counts)
-    tl.store(rows_ptr + start + rank, first_row + at // of_token, mask=counts)
-    count = tl.load(counters_ptr + bucket, mask=counts, other=1)
+    start = tl.load(pointers.starts + bucket, mask=counts, other=0)
+    rank = tl.load(pointers.ranks + at, mask=counts, other=0)
+    tl.store(pointers.entries + start + rank, at, mask=counts)
+    tl.store(pointers.rows + start + rank, first_row + at // of_token, mask=counts)
+    count = tl.load(pointers.counters + bucket, mask=counts, other=1)
     pieces = (count + MOST - 1) // MOST
     length = (count + pieces - 1) // pieces
     length = (length + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     begins = counts & (rank < pieces)
-    item = tl.load(first_items_ptr + bucket, mask=begins, other=0) + rank
-    stop = tl.load(counters_ptr + num_buckets + bucket, mask=begins, other=0)
-    least = FAR - tl.load(counters_ptr + 2 * num_buckets + bucket, mask=begins, other=0)
+    item = tl.load(pointers.first_items + bucket, mask=begins, other=0) + rank
+    stop = tl.load(pointers.counters + num_buckets + bucket, mask=begins, other=0)
+    least = FAR - tl.load(pointers.counters + 2 * num_buckets + bucket, mask=begins, other=0)
     unit, of_head = bucket % units, bucket // units
-    item_ptr = items_ptr + item.to(tl.int64) * ITEM_WORDS
+    item_ptr = pointers.items + item.to(tl.int64) * ITEM_WORDS
     tl.store(item_ptr + FIRST, start + rank * length, mask=begins)
     tl.store(item_ptr + COUNT, tl.minimum(count - rank * length, length), mask=begins)
     tl.store(item_ptr + UNIT, unit, mask=begins)

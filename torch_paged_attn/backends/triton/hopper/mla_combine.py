@@ -8,6 +8,8 @@ Of P programs, `MlaPointers.parts` has the values of 2 P parts, (2 P, ROWS, 512)
 and sums, (2 P, 2, ROWS), all float32.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,15 @@ LOOKED_AT = tl.constexpr(128)
 WIDTH = tl.constexpr(512)
 
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class TokenParts(NamedTuple):
+    """A token, and the parts that programs left of it."""
+
+    row: Any  # the token's number
+    in_tile: Any  # the first row of the token in its tile
+    first: Any  # the group of programs that left the first part; the next groups left the others
+    count: Any
 
 
 @triton.jit
@@ -47,29 +58,28 @@ def _group_of(unit, groups, total):
 
 @triton.jit
 def add_parts(
-    row, in_tile, first, parts, out_ptr, pointers, sinks, has_sinks, total_q, num_heads, programs,
+    token, out_ptr, pointers, sinks, has_sinks, total_q, num_heads, programs,
     OPTIONS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Add up the `parts` parts of a token, those of group number `first` and of the next ones, and
-    write its result and lse. in_tile: the token's first row of its tile. What a program of the
-    second kernel adds up is SHARES."""
+    """Add up the parts of a token, a `TokenParts`, and write its result and lse. What a program of
+    the second kernel adds up is SHARES."""
     HEADS: tl.constexpr = SHARES[0]
     PARTS: tl.constexpr = SHARES[1]
     COLUMNS: tl.constexpr = SHARES[2]
     ROWS: tl.constexpr = OPTIONS.ROWS
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_tile += head % OPTIONS.PACKED_HEADS
+    in_tile = token.in_tile + head % OPTIONS.PACKED_HEADS
     exists = head < num_heads
     references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
     m = tl.full([HEADS], float("-inf"), tl.float32)
     weights = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for s0 in tl.range(0, parts, PARTS):
+    for s0 in tl.range(0, token.count, PARTS):
         s = s0 + tl.arange(0, PARTS)
-        slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * OPTIONS.HEAD_TILES
+        slot = (2 * (token.first + s) + tl.where(s == 0, 1, 0)) * OPTIONS.HEAD_TILES
         part = slot[:, None] + (head // OPTIONS.PACKED_HEADS)[None, :]
-        is_part = (s < parts)[:, None] & exists[None, :]
+        is_part = (s < token.count)[:, None] & exists[None, :]
         of_part = references + part * (2 * ROWS) + in_tile[None, :]
         m_part = tl.load(of_part, mask=is_part, other=float("-inf"))
         weight_part = tl.load(of_part + ROWS, mask=is_part, other=0.0)
@@ -89,8 +99,8 @@ def add_parts(
         acc *= shrink[:, None]
     divisor = tl.where(weights == 0.0, 1.0, weights)
     lse = tl.where(weights == 0.0, float("-inf"), m + tl.log(divisor))
-    tl.store(pointers.lse + head.to(tl.int64) * total_q + row, lse, mask=exists)
-    at = (row.to(tl.int64) * num_heads + head) * WIDTH
+    tl.store(pointers.lse + head.to(tl.int64) * total_q + token.row, lse, mask=exists)
+    at = (token.row.to(tl.int64) * num_heads + head) * WIDTH
     out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at[:, None] + column[None, :], out, mask=exists[:, None])
 
@@ -136,6 +146,6 @@ def _hopper_mla_combine_kernel(
     if parts > 1:
         in_tile = token % TOKENS * OPTIONS.PACKED_HEADS
         add_parts(
-            row, in_tile, first, parts, out_ptr, pointers, None, False, total_q, num_heads,
-            programs, OPTIONS, SHARES,
+            TokenParts(row, in_tile, first, parts), out_ptr, pointers, None, False, total_q,
+            num_heads, programs, OPTIONS, SHARES,
         )  # fmt: skip

@@ -8,7 +8,7 @@ boundary there.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.hopper.mla_combine import _group_of, add_parts
+from torch_paged_attn.backends.triton.hopper.mla_combine import TokenParts, _group_of, add_parts
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListSizes
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
@@ -34,6 +34,6 @@ def _hopper_selected_combine_kernel(
     if is_own & (parts > 1):
         has_sinks = token < tl.load(pointers.cu_seqlens_q + batch)
         add_parts(
-            token, 0, first, parts, out_ptr, pointers, pointers.sinks, has_sinks, total_q,
-            num_heads, programs, OPTIONS, SHARES,
+            TokenParts(token, 0, first, parts), out_ptr, pointers, pointers.sinks, has_sinks,
+            total_q, num_heads, programs, OPTIONS, SHARES,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
 from torch_paged_attn.backends.triton.hopper.unit_arguments import (
     BLOCK_M,
     MOST_ENTRIES,
+    UnitCombinePointers,
     UnitOptions,
     UnitPointers,
     UnitScalars,
@@ -199,4 +200,15 @@ def _attend_rows(
         WIDTH=call.head_dim_v,
         K=next_power_of_2(entries),
         num_warps=4,
-    )(parts, part_lse, part_scale, lists.buckets, out, lse, call.sinks, call.cu_seqlens_q)
+    )(
+        UnitCombinePointers(
+            parts=parts,
+            part_lse=part_lse,
+            part_scale=part_scale,
+            buckets=lists.buckets,
+            out=out,
+            lse=lse,
+            sinks=call.sinks,
+            cu_seqlens_q=call.cu_seqlens_q,
+        )
+    )

@@ -21,6 +21,19 @@ class UnitPointers(NamedTuple):
     block_table: Any
 
 
+class UnitCombinePointers(NamedTuple):
+    """Memory of the kernel that adds parts up; None for sinks that a call does not have."""
+
+    parts: Any  # these three: of `UnitPointers`
+    part_lse: Any
+    part_scale: Any
+    buckets: Any  # of `unit_items.UnitLists`
+    out: Any  # (total_q, num_heads, head_dim_v), contiguous
+    lse: Any  # (num_heads, total_q) float32
+    sinks: Any
+    cu_seqlens_q: Any
+
+
 class UnitSizes(NamedTuple):
     """Numbers that change from call to call."""
 

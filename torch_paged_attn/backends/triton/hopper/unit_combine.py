@@ -9,19 +9,19 @@ from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero, with
 
 @triton.jit(do_not_specialize=("first_row", "total_q", "batch", "entries"))
 def _combine_units_kernel(
-    parts_ptr, part_lse_ptr, part_scale_ptr, buckets_ptr, out_ptr, lse_ptr, sinks_ptr,
-    cu_seqlens_q_ptr, first_row, total_q, batch, entries,
+    pointers, first_row, total_q, batch, entries,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, which share a list of `entries`, at most K of them. Parts are as
-    `unit_kernel.py` leaves them: of 32 columns, in the order (lane, eight, pair)."""
+    """HEADS heads of one token, which share a list of `entries`, at most K of them. `pointers` is a
+    `UnitCombinePointers`. Parts are as `unit_kernel.py` leaves them: of 32 columns, in the order
+    (lane, eight, pair)."""
     row, group = tl.program_id(0), tl.program_id(1)
     head = group * HEADS + tl.arange(0, HEADS)
     first = (row * tl.num_programs(1) + group) * entries
-    buckets_ptr += first
-    part_lse_ptr += tl.cast(first, tl.int64) * HEADS
-    part_scale_ptr += tl.cast(first, tl.int64) * HEADS
-    parts_ptr += tl.cast(first, tl.int64) * (HEADS * WIDTH)
+    buckets_ptr = pointers.buckets + first
+    part_lse_ptr = pointers.part_lse + tl.cast(first, tl.int64) * HEADS
+    part_scale_ptr = pointers.part_scale + tl.cast(first, tl.int64) * HEADS
+    parts_ptr = pointers.parts + tl.cast(first, tl.int64) * (HEADS * WIDTH)
     every = tl.arange(0, K)
     counts = tl.load(buckets_ptr + every, mask=every < entries, other=-1) >= 0
     every = every[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
@@ -42,17 +42,17 @@ def _combine_units_kernel(
         acc += part.to(tl.float32) * weight[:, None]
     m *= 1.0 / LOG2E
     token = first_row + row
-    if sinks_ptr is not None:
+    if pointers.sinks is not None:
         # rows of padding belong to no sequence and get no sink
-        is_token = token < tl.load(cu_seqlens_q_ptr + batch)
-        sink = tl.load(sinks_ptr + head, mask=is_token, other=float("-inf"))
+        is_token = token < tl.load(pointers.cu_seqlens_q + batch)
+        sink = tl.load(pointers.sinks + head, mask=is_token, other=float("-inf"))
         m, total, shrink = with_sink(m, total, sink)
         acc *= shrink[:, None]
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-    tl.store(lse_ptr + head.to(tl.int64) * total_q + token, lse)
+    tl.store(pointers.lse + head.to(tl.int64) * total_q + token, lse)
     out = acc * (1.0 / divisor)[:, None]
     out = tl.reshape(out, [HEADS, WIDTH // 32, 4, 4, 2])
     out = tl.reshape(tl.permute(out, [0, 1, 3, 2, 4]), [HEADS, WIDTH])
-    to = out_ptr + (tl.cast(token, tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
-    tl.store(to, out.to(out_ptr.dtype.element_ty))
+    to = pointers.out + (tl.cast(token, tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
+    tl.store(to, out.to(pointers.out.dtype.element_ty))

@@ -8,6 +8,8 @@ found. A last pass writes the ids of those that are selected, in ascending order
 compared as floats, and bisected as integers of the same order.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,15 @@ COARSE = tl.constexpr(12)
 PARTS = tl.constexpr(8)
 # counters of a pass: a thread's scores are as many neighbours, some times
 COUNTERS, TOGETHER = tl.constexpr(256), tl.constexpr(4)
+
+
+class TopPointers(NamedTuple):
+    """Scores, and memory for what is made of them."""
+
+    scores: Any  # (rows, G, num_units) float32, of which what a token sees is read
+    rest: Any  # memory for (rows, G, UNITS) float32
+    ids: Any  # (total_q, G, width), of which the first `wanted`, at most, are written
+    counts: Any  # (total_q, G)
 
 
 @triton.jit
@@ -208,13 +219,10 @@ def _gather_between(
 
 @triton.jit(do_not_specialize=("first_row", "num_units", "wanted", "sizes"))
 def _top_units_kernel(
-    pointers, scores_ptr, rest_ptr, ids_ptr, counts_ptr, first_row, num_units, wanted, width,
-    force_first, force_last, sizes, strides,
+    pointers, top, first_row, num_units, wanted, width, force_first, force_last, sizes, strides,
     UNITS: tl.constexpr, HAS_FORCED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """scores_ptr: (rows, G, num_units) float32, of which what a token sees is read; rest_ptr:
-    memory for (rows, G, UNITS) float32; ids_ptr: (total_q, G, width), of which the first `wanted`,
-    at most, are written; counts_ptr: (total_q, G)."""
+    """A token's best units, `wanted` at most; `top` is a `TopPointers`."""
     group = tl.program_id(1)
     token = find_token(first_row + tl.program_id(0), group, pointers, strides, sizes, OPTIONS)
     stop = stop_of(token, sizes, OPTIONS)
@@ -223,7 +231,7 @@ def _top_units_kernel(
     own = tl.minimum(token.position, token.key_len - 1)
     own = tl.where(own < 0, -1, own // OPTIONS.SELECT_SIZE).to(tl.int32)
     row = (tl.program_id(0) * tl.num_programs(1) + group).to(tl.int64)
-    row_ptr = scores_ptr + row * num_units
+    row_ptr = top.scores + row * num_units
 
     forced = tl.zeros([], tl.int32)
     if HAS_FORCED:
@@ -240,7 +248,7 @@ def _top_units_kernel(
         lo, reaching, above = _bisect(score, left)
     else:
         lo, hi = _suggest(left, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED)
-        rest_ptr += row * UNITS
+        rest_ptr = top.rest + row * UNITS
         above, between = _gather_between(
             lo, hi, rest_ptr, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
         )
@@ -275,8 +283,8 @@ def _top_units_kernel(
         better, equal = before + (so_far & 0xFFFF), equal_before + (so_far >> 16)
         is_taken = is_better | is_equal & (equal <= equal_left)
         place = better + tl.minimum(equal, equal_left) - 1
-        tl.store(ids_ptr + at * width + place, unit, mask=is_taken)
+        tl.store(top.ids + at * width + place, unit, mask=is_taken)
         total = tl.sum(both, 0)
         before += total & 0xFFFF
         equal_before += total >> 16
-    tl.store(counts_ptr + at, before + tl.minimum(equal_before, equal_left))
+    tl.store(top.counts + at, before + tl.minimum(equal_before, equal_left))
