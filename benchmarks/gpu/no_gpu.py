@@ -232,6 +232,7 @@ def _replace_runtime() -> None:
     chip = target.Target.of_arch("sm90", MULTIPROCESSORS)
     target._of_gpu = lambda index: chip
     launch_cache.IS_KNOWN = launch_cache.HAS_KNOWN_MAPS
+    launch_cache.refuse_host = lambda pointers: None
     launch_cache.current_device = lambda: 0
     launch_cache.current_stream = workspace.current_stream = lambda device: 0
     workspace._is_capturing = lambda: False
