@@ -49,8 +49,10 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-def _new_lists(call: AttentionCall, rows: slice):
-    return make_unit_lists(call, HOPPER, rows, MOST, 2)
+def _new_lists(problem: Problem, rows: slice, device: torch.device) -> UnitLists:
+    """The lists that kernels on a device make, on the CPU."""
+    lists = make_unit_lists(hopper_call(problem, device), HOPPER, rows, MOST, 2)
+    return UnitLists(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in lists))
 
 
 class Item(NamedTuple):
@@ -71,10 +73,10 @@ def _items(lists: UnitLists) -> list[Item]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_lists_name_each_seen_unit_once(name):
+def test_lists_name_each_seen_unit_once(name, device):
     call = hopper_call(PROBLEMS[name])
     size, groups = call.selection.select_size, call.num_kv_heads
-    lists = _new_lists(call, slice(0, call.total_q))
+    lists = _new_lists(PROBLEMS[name], slice(0, call.total_q), device)
     total = int(call.cu_seqlens_q[-1])
     units, _, is_seen = selected_keys(call, slice(0, total))
     is_seen = is_seen.unflatten(-1, (-1, size))
@@ -142,26 +144,26 @@ def _parts(call: AttentionCall, lists) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="emulates the kernel, on the CPU")
-def test_parts_are_added_up(name):
+def test_parts_are_added_up(name, device):
     """The results of a call, some rows at a time, with the kernel's part done by PyTorch."""
-    call = hopper_call(PROBLEMS[name])
+    problem = PROBLEMS[name]
+    call = hopper_call(problem, device)
     out, lse = call.new_results()
     entries = call.selection.key_indices.shape[2]
     of_row = call.num_kv_heads * entries
-    parts = _parts(call, _new_lists(call, slice(0, call.total_q)))
+    parts = _parts(hopper_call(problem), _new_lists(problem, slice(0, call.total_q), device))
     for rows in (slice(0, 5), slice(5, call.total_q)):
-        lists, count = _new_lists(call, rows), rows.stop - rows.start
+        lists, count = _new_lists(problem, rows, device), rows.stop - rows.start
         _combine_units_kernel[(count, call.num_kv_heads)](
             UnitCombinePointers(
-                *(x[rows.start * of_row : rows.stop * of_row].clone() for x in parts),
-                lists.buckets, out, lse, call.sinks, call.cu_seqlens_q,
+                *(x[rows.start * of_row : rows.stop * of_row].clone().to(device) for x in parts),
+                lists.buckets.to(device), out, lse, call.sinks, call.cu_seqlens_q,
             ),
             rows.start, call.total_q, call.batch, entries,
             NUM_HEADS=call.num_heads, HEADS=call.group_size, WIDTH=call.head_dim_v,
             K=next_power_of_2(entries),
         )  # fmt: skip
-    assert_accurate(out, lse, build(PROBLEMS[name]).truth())
+    assert_accurate(out, lse, build(problem).truth())
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
