@@ -42,8 +42,8 @@ def test_one_kernel_for_all_lengths(specialisations):
     few = [model([(n, 60), (n, 0)]) for n in range(700, 705)]
     found = specialisations([*ragged, *few, *(model([(n, 2000), (n, 0)]) for n in range(700, 705))])
     # packed and paged; of packed ones, where one head fills its tiles and where it does not; of
-    # paged ones, with few keys, whose tiles are not listed, and with many. One kernel lists tiles of
-    # any size of packed calls, and one of paged ones
+    # paged ones, with few keys, whose tiles are not listed, and with many. One kernel lists tiles
+    # of any size of packed calls, and one of paged ones
     assert found == {"_hopper_attention_fwd_kernel": 4, "_tile_order_kernel": 2}
 
 
