@@ -134,6 +134,8 @@ def options_of(
         CHAIN=FLOAT32_CHAIN if formats.is_precise else 0,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
+        # where one tile at a time is on its way, there is nothing to gain, and registers to lose
+        FINDS_AHEAD=config.num_stages > 1,
     )
 
 

@@ -58,14 +58,18 @@ def _selected_fwd_kernel(
     acc = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_HIGH)
     # units are found two tiles ahead, and pages one: the compiler would else spend its stages on
     # these loads, and have the keys of one tile at a time on their way
-    page, slot, is_seen = find_keys(begin, token, pointers, strides, sizes, scalars, OPTIONS)
-    unit = find_units(begin + OPTIONS.BLOCK_N, token, strides, OPTIONS)
+    if OPTIONS.FINDS_AHEAD:
+        page, slot, is_seen = find_keys(begin, token, pointers, strides, sizes, scalars, OPTIONS)
+        unit = find_units(begin + OPTIONS.BLOCK_N, token, strides, OPTIONS)
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
+        if not OPTIONS.FINDS_AHEAD:
+            page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
         was_seen = is_seen
-        n1 = n0 + OPTIONS.BLOCK_N
-        page, slot, is_seen = place_keys(n1, unit, token, pointers, sizes, scalars, OPTIONS)
-        unit = find_units(n1 + OPTIONS.BLOCK_N, token, strides, OPTIONS)
+        if OPTIONS.FINDS_AHEAD:
+            n1 = n0 + OPTIONS.BLOCK_N
+            page, slot, is_seen = place_keys(n1, unit, token, pointers, sizes, scalars, OPTIONS)
+            unit = find_units(n1 + OPTIONS.BLOCK_N, token, strides, OPTIONS)
         s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
         s = tl.where(was_seen[None, :], s, float("-inf"))
         p, m_i, l_i, shrink = fold_scores(

@@ -112,6 +112,7 @@ class SelectedOptions(NamedTuple):
     CHAIN: int
     BLOCK_M: int
     BLOCK_N: int
+    FINDS_AHEAD: bool  # pages and slots of the next tile are held while one is multiplied
 
 
 # sequences whose bounds a program reads at a time
