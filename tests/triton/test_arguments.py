@@ -18,7 +18,7 @@ FILES = sorted(Path(portable.__file__).parent.glob("*.py"))
 KERNELS = (
     *("_attention_fwd_kernel", "_graph_attention_fwd_kernel"),
     *("_attention_dq_kernel", "_attention_dkdv_kernel", "_attention_dbias_kernel"),
-    *("_entry_rows_kernel", "_column_kernel", "_starts_kernel"),
+    *("_entry_rows_kernel", "_column_kernel", "_starts_kernel", "_top_units_kernel"),
 )
 
 
