@@ -1,9 +1,10 @@
 """Random integers for metadata: the CPU refuses what the contract does, and never crashes."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served import HAS
+from served import BACKEND, HAS
 
 import torch_paged_attn
 from torch_paged_attn.testing import build
@@ -23,6 +24,12 @@ METADATA = (
     "col_indices",
     "key_indices",
     "num_selected",
+)
+
+
+selects = pytest.mark.skipif(
+    not (BACKEND.is_compiled or BACKEND.has("selected_attention")),
+    reason=f"the {BACKEND.name} backend has no selected_attention",
 )
 
 
@@ -56,6 +63,7 @@ def test_attention(problem, data):
     assert_refused_as_explained(call.op, call.args)
 
 
+@selects
 @given(selected_problems(), st.data())
 def test_selected_attention(problem, data):
     """And of `selected_mass`, and of `select_keys` with the same keys."""
@@ -72,6 +80,7 @@ def test_selected_attention(problem, data):
         assert_refused_as_explained(op, args | further)
 
 
+@selects
 @given(selected_problems(trains=True), st.data())
 def test_selected_attention_backward(problem, data):
     call = build(problem)
