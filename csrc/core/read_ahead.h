@@ -48,12 +48,9 @@ class ReadAhead {
   // The next `bytes` from the cursor on, which moves past them. The caller prefetches them line by
   // line while it reads as many. Null if they are not contiguous: they are prefetched here then.
   PAGED_ATTN_INLINE const char* advance(int64_t bytes) {
-    if (keys_alone) return prefetch_runs(share_of_keys(bytes)), nullptr;
-    if (!has(bytes)) return prefetch_runs(bytes), nullptr;
-    const char* from = at;
+    if (!has(bytes) || end - at == bytes) return pass_runs(bytes);
     at += bytes;
-    if (at == end) next_run();
-    return from;
+    return at - bytes;
   }
 
   // Prefetches the lines that begin among elements [begin, begin + n) after `start`, where a line
@@ -141,8 +138,18 @@ class ReadAhead {
     at = (const char*)first;
     end = (const char*)(first + rows * row_elements);
   }
+  // `advance` at the end of a run, and where bytes are in several runs.
+  PAGED_ATTN_APART const char* pass_runs(int64_t bytes) {
+    if (has(bytes)) {
+      const char* from = at;
+      next_run();
+      return from;
+    }
+    prefetch_runs(keys_alone ? share_of_keys(bytes) : bytes);
+    return nullptr;
+  }
   // Moves the cursor past some bytes of this run and of the next ones, and prefetches them.
-  inline void prefetch_runs(int64_t bytes) {
+  PAGED_ATTN_INLINE void prefetch_runs(int64_t bytes) {
     const auto pass = [&](int64_t n) __attribute__((always_inline)) {
       for (int64_t i = 0; i < n; i += CACHE_LINE) prefetch_line(at + i);
       at += n;
