@@ -38,7 +38,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     if call.batch == 0:  # rows of padding alone
         return out.zero_(), lse.fill_(float("-inf"))
-    if (hopper.unsupported(call) or hopper.unprofitable(call)) is None:
+    if hopper.unsupported(call) is None:
         hopper.selected_attention(call, out, lse)
         return out, lse
     if (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:

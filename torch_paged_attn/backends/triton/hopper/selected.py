@@ -91,11 +91,6 @@ def _are_one_row(call: AttentionCall) -> bool:
     return call.k.stride()[:-1] == call.v.stride()[:-1]
 
 
-def unprofitable(call: AttentionCall) -> str | None:
-    """Why a call that can take this kernel should not; None if it should."""
-    return None
-
-
 def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
