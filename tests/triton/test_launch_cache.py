@@ -227,6 +227,9 @@ def test_a_tensor_of_the_host_is_refused_before_a_launch(known, monkeypatch):
     with pytest.raises(ValueError, match=r"expected tensors on a GPU, got \(4,\) on cpu"):
         some(kernel)(None, (torch.zeros(4), None))
     assert not kernel.compiled and not kernel.by_launcher
+    # such as the flag by which `merge_remote` names a missing rank
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    launch_cache.refuse_host((None, (torch.zeros(4), None)))
 
 
 def test_a_new_number_of_tokens_takes_the_kernel_that_is_there(known):

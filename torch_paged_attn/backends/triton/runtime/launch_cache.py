@@ -244,13 +244,13 @@ def _kind(x: Any) -> Any:
 
 
 def refuse_host(pointers: tuple[Any, ...]) -> None:
-    """Raise for a tensor that no GPU holds, as Triton's own launcher does: the driver would read
-    its address, after which no call of the process works.
+    """Raise for a tensor that no GPU can read, as Triton's own launcher does: the driver would read
+    its address, after which no call of the process works. A GPU reads pinned memory of the host.
     """
     for x in pointers:
         if isinstance(x, tuple):
             refuse_host(x)
-        elif isinstance(x, Tensor) and not x.is_cuda:
+        elif isinstance(x, Tensor) and not (x.is_cuda or x.is_pinned()):
             raise ValueError(
                 f"a kernel's launch: expected tensors on a GPU, got {tuple(x.shape)} on {x.device}"
             )
