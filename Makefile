@@ -30,17 +30,19 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
 
 install: $(VENV)/installed
 
-# The package and what its examples need; no more, so that `make run` is soon there. While compilers
-# run, pip unpacks. Kernels that this machine's processor cannot run are not optimised.
+# The package and what its examples need; no more, so that `make run` is soon there; for tests, what
+# they need too. While compilers run, pip unpacks. Only the kernels that this machine's processor
+# takes by itself are optimised.
 $(VENV)/built: $(BUILT_FROM)
 	python3 -m venv $(VENV)
 	$(PIP) pip torch setuptools wheel numpy
 	PAGED_ATTN_BUILD_CPP=1 PAGED_ATTN_BUILD_FOR=here $(PYTHON) setup.py --quiet build_ext --inplace --force & \
-	  PAGED_ATTN_BUILD_CPP=0 $(PIP) --no-build-isolation --editable '.[examples]' && wait $$!
+	  PAGED_ATTN_BUILD_CPP=0 $(PIP) --no-build-isolation --editable '.[examples]' $(NEEDS) && wait $$!
 	touch $@
 
+$(VENV)/installed: NEEDS := --group test --group bench --group dev
 $(VENV)/installed: $(VENV)/built
-	$(PIP) --group test --group bench --group dev
+	$(PIP) $(NEEDS)
 	touch $@
 
 run: $(VENV)/built
@@ -63,7 +65,7 @@ AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 # interpreter is on for a whole process or off. Of the devices' own tests it runs a sample.
 test: install
 	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) $$slower test-neuron-emulated lint docs
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
 

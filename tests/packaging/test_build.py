@@ -40,7 +40,8 @@ def build(setup, monkeypatch):
     command.build_temp = ""
 
     def run(*refused):
-        def compile_plain(sources, **_):
+        def compile_plain(sources, *, extra_postargs, **_):
+            run.flags += extra_postargs
             if Path(sources[0]).stem in refused:
                 raise CompileError("no such instruction")
             return [Path(sources[0]).stem]
@@ -49,7 +50,7 @@ def build(setup, monkeypatch):
         command.build_extension(extension)
         return extension.extra_objects, [name for name, _ in extension.define_macros]
 
-    run.all = [*setup["ISA_FLAGS"]]
+    run.all, run.flags = [*setup["ISA_FLAGS"]], []
     return run
 
 
@@ -96,8 +97,18 @@ def test_a_build_for_here_knows_the_processor(flags, cpuinfo, runs, setup):
     assert setup["runs_here"](flags, cpuinfo) == runs
 
 
-def test_only_a_build_for_here_leaves_kernels_unoptimised(setup):
-    assert all(setup["level_of"](isa) == [] for isa in setup["ISA_FLAGS"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_build_for_here_optimises_the_best_kernels(setup):
+    found = {isa: setup["level_of"](isa, "flags : fpu avx2 fma f16c") for isa in setup["ISA_FLAGS"]}
+    assert found.pop("generic") == ["-O1"] and found.pop("avx2") == []
+    assert found and all(level == ["-O0"] for level in found.values())
+    # what says nothing of its processor may have everything
+    assert setup["level_of"]("amx", "Features : fp asimd") == []
+
+
+def test_other_builds_optimise_all_kernels(build):
+    build()
+    assert {flag for flag in build.flags if flag.startswith("-O")} == {"-O3"}
 
 
 @pytest.mark.skipif(not COMPILERS, reason="needs a compiler")
