@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
-.PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+.PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-programs
 .PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
@@ -237,17 +237,22 @@ lint: install
 # In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
 EXAMPLES ?= 2000
 THOROUGH := HYPOTHESIS_EXAMPLES=$(EXAMPLES) HYPOTHESIS_PROFILE=thorough $(PYTEST)
-thorough: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-tpu
+thorough: thorough-properties thorough-programs thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-tpu
 
 thorough-properties: install
 	$(THOROUGH) tests/properties
 
+# every family of Transformers, and worlds of two processes
+thorough-programs: install
+	$(THOROUGH) tests/integrations tests/distributed
+
 # csrc by every C++ compiler that is here
 thorough-build: install
-	$(THOROUGH) tests/packaging/test_build.py
+	$(THOROUGH) tests/packaging/test_build.py tests/packaging/test_symbols.py
 
+COMPILED := tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
 thorough-compile: install
-	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
+	$(THOROUGH) $(COMPILED)
 
 thorough-fuzz: install
 	$(THOROUGH) tests/neuron -k "fuzz or test_reshape_and_cache or without_room"
@@ -265,7 +270,7 @@ thorough-tpu: install
 	$(THOROUGH) tests/schedules
 
 thorough-interpreter: install
-	$(THOROUGH) tests/triton/test_attention.py tests/backends --backend triton-interpreter
+	$(THOROUGH) tests/triton $(COMPILED:%=--ignore %) tests/backends --backend triton-interpreter
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh

@@ -172,13 +172,16 @@ SAMPLES: dict[str, Sample] = {
             "gradients_agree": ("training/everything/f32",),
             "gradients_unseen_memory": (),
             "gradients_gaps": (),
+            # no sum of a sequence depends on others: tests/triton/test_invariance.py
+            "gradients_alone": (),
+            "gradients_of_nothing": (),
             # page_order has them
             "selected_same_bits": (),
+            "selected_unseen_memory": ("flashmla/slots/bf16",),
             "selected_agrees": (
                 "flashmla/slots/bf16",
                 "minimax_m3/kv_e4m3/bf16",
                 "deepseek_v3_2/latent_e4m3/bf16",
-                "selected/nothing/f32",
                 "selected/many_keys/bf16",
             ),
             "selected_gaps": (),
@@ -233,8 +236,9 @@ SAMPLES: dict[str, Sample] = {
                 "deepseek_mla/decode/bf16",
                 "odd_sizes/f32",
             ),
-            # page_order has them; tests/tpu has gradients of everything, and slots outside
+            # tests/tpu has gradients of everything, and slots outside
             "same_bits": (),
+            "page_order": (),
             "alone": (),
             "gradients_agree": (),
             "gradients_unseen_memory": (),
