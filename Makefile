@@ -65,9 +65,11 @@ AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 # interpreter is on for a whole process or off. Of the devices' own tests it runs a sample.
 test: install
 	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs \
+	  EMULATED=tests/contract/test_errors.py
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
+	@tools/changed_devices.sh here
 
 # Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
 test-cpu: install
@@ -84,11 +86,11 @@ test-neuron: install
 test-triton-interpreted: install
 	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
 
-# Neuron's dispatch: CPU tensors go to the emulator.
+# Neuron's dispatch: CPU tensors go to the emulator. `make test` has the errors alone.
+EMULATED ?= tests/contract/test_errors.py tests/properties/test_attention.py tests/properties/test_wild_metadata.py
 test-neuron-emulated: install
 	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief \
-	  OMP_NUM_THREADS=1 $(ONE_PROCESS) tests/contract/test_errors.py tests/properties/test_attention.py \
-	  tests/properties/test_wild_metadata.py
+	  OMP_NUM_THREADS=1 $(ONE_PROCESS) $(EMULATED)
 
 # The CPU's kernels on an instruction set that this machine has beside its best one: make test-isa-avx2
 test-isa-%: install

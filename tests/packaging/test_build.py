@@ -101,9 +101,22 @@ def test_a_build_for_here_knows_the_processor(flags, cpuinfo, runs, setup):
 def test_a_build_for_here_optimises_the_best_kernels(setup):
     found = {isa: setup["level_of"](isa, "flags : fpu avx2 fma f16c") for isa in setup["ISA_FLAGS"]}
     assert found.pop("generic") == ["-O1"] and found.pop("avx2") == []
-    assert found and all(level == ["-O0"] for level in found.values())
+    assert found and all(level == ["-fsyntax-only"] for level in found.values())
     # what says nothing of its processor may have everything
     assert setup["level_of"]("amx", "Features : fp asimd") == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_build_for_here_links_what_runs_here(setup, build, tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx2 fma f16c\n")
+    names = setup["level_of"].__globals__
+    monkeypatch.setitem(names, "IS_FOR_HERE", True)
+    monkeypatch.setitem(names, "CPUINFO", cpuinfo)
+    objects, macros = build()
+    left_out = {*build.all} - {"generic", "avx2"}
+    assert sorted(objects) == ["avx2", "generic"]
+    assert {*macros} == {f"PAGED_ATTN_WITHOUT_{isa}" for isa in left_out}
 
 
 def test_other_builds_optimise_all_kernels(build):
