@@ -79,6 +79,7 @@ def compiled(monkeypatch):
     """The kernels that Triton compiles or finds on the disk, by its own hook, in a process that has
     none yet."""
     launch_cache.clear()
+    gc.unfreeze()
     for x in gc.get_objects():
         if issubclass(type(x), JITFunction):
             x.device_caches.clear()
