@@ -19,6 +19,7 @@ from torch_paged_attn.integrations.flash_attn import (
     flash_attn_with_kvcache,
 )
 from torch_paged_attn.ops.append_and_attend import append_and_attend as append
+from torch_paged_attn.ops.attend_cache import attend_cache as attend
 
 
 def dense_prefill(new: New, **options: Any) -> Step:
@@ -100,6 +101,21 @@ def append_and_attend(new: New, page_size: int = 16) -> Step:
         table = new.ints(range(batch * (20 + i))).view(batch, -1) % 4096
         seqlens = new.ints([page_size * (10 + i)] * batch)
         return append(q, *pages, k, v, seqlens, table, causal=True)
+
+    return step
+
+
+def attend_cache(new: New, page_size: int = 0) -> Step:
+    """What `flash_attn_with_kvcache` calls on a GPU for calls without new tokens: pages, or a dense
+    cache that is made anew each step.
+    """
+
+    def step(i: int) -> Any:
+        batch, keys = 1 + i, 100 + 13 * i
+        width = -(-keys // page_size) if page_size else 1
+        _, *cache = new.qkv(*((1024, page_size) if page_size else (batch, keys)))
+        table = new.ints(range(batch * width)).view(batch, -1) % 1024 if page_size else None
+        return attend(new.qkv(batch, 1)[0], *cache, new.ints([keys] * batch), table, causal=True)
 
     return step
 
@@ -317,6 +333,8 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "with_kvcache/leftpad": padded_cache,
     "with_kvcache/paged": paged_with_kvcache,
     "append_and_attend": append_and_attend,
+    "attend_cache/dense": attend_cache,
+    "attend_cache/paged": lambda new: attend_cache(new, 16),
     "paged_kv_cache": paged_kv_cache,
     "flash_varlen/paged_decode": lambda new: paged_decode(new, 16),
     "flash_varlen/paged_decode_unsaid": lambda new: paged_decode(new, 16, said=False),
