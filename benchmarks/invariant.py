@@ -77,7 +77,8 @@ def captured(calls: list[dict], run: Callable[[dict], object]) -> torch.cuda.CUD
 
 def portable(given: dict) -> object:
     call = AttentionCall.flash_varlen(**given, batch_invariant=True)
-    return plan_attention(call)(tuple(call.given_tensors().values()), None)
+    tensors = tuple(call.given_tensors().values())
+    return plan_attention(call)(tensors, [x.data_ptr() for x in tensors])
 
 
 MODES: dict[str, Callable[[dict], object]] = {

@@ -162,7 +162,7 @@ def plan_launches(
     new_parts = scratch = None
     elements = tiles.part_elements(options, programs)
     if options.MOST_PARTS > 0 and not options.IS_LISTED:
-        scratch = ScratchOf(elements, options.COUNTERS, call.q.device)
+        scratch = ScratchOf(elements, options.COUNTERS + 1, call.q.device)
     elif elements:
         new_parts = Allocation((elements,), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0

@@ -71,9 +71,20 @@ def stretch_of_unit(unit, sequence, units, params, OPTIONS: gl.constexpr):
     last = gl.maximum(sequence.key_len - 1, 0)
     pieces = stretch_of(last, OPTIONS.STRETCH) + 1 - stretch_of(first_seen, OPTIONS.STRETCH)
     pieces = gl.where(pieces > room, 1, gl.maximum(pieces, 1))
-    number = unit % room
-    # those whose programs have no other work wait for each other
-    waits = unit - number + gl.num_programs(0) >= units
+    # where each program has one unit at most, those of a tile wait for each other
+    waiting = gl.where(units <= gl.num_programs(0), pieces, 0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     first_part = unit // room // heads * room
-    return Piece(unit, unit, number, pieces, gl.where(waits, pieces, 0), first_part)
+    return Piece(unit, unit, unit % room, pieces, waiting, first_part)
+
+
+@gluon.jit
+def claim_unit(units, params, OPTIONS: gl.constexpr):
+    """The next of `units` units that no program has: no less than `units` where there is none.
+    Every program that had one claims another in vain; the last to do so makes the counter zero for
+    the next launch."""
+    counter = params.pointers.counters + OPTIONS.COUNTERS
+    claimed = gl.atomic_add(counter, 1)
+    if claimed == units - 1:
+        gl.store(counter, 0)
+    return claimed + gl.num_programs(0)

@@ -19,6 +19,7 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.numbered_tiles import (
+    claim_unit,
     find_numbered,
     numbers_of_tiles,
     stretch_of_unit,
@@ -346,7 +347,7 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
                 )  # fmt: skip
                 n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
                 tile += 1
-            unit += programs
+            unit = claim_unit(units, params, OPTIONS)
     elif OPTIONS.IS_NUMBERED:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         numbers = numbers_of_tiles(params, OPTIONS)

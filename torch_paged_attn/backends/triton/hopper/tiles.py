@@ -75,6 +75,9 @@ SHARING_TILES = 4
 STRETCH = 2048
 
 
+# of decodes without a list: stretches to a program
+ROUNDS = 12
+
 # one consumer leaves parts of half the rows, of which few are there: with fixed stretches, which
 # are many, there may be more
 MORE_PARTS = 3
@@ -105,8 +108,8 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
 
 
 def _most_units(call: AttentionCall) -> int:
-    """Stretches of keys of numbered tiles, of all heads: two rounds of programs."""
-    return 2 * target_of(call.q.device).multiprocessors
+    """Stretches of keys that numbered tiles may have, of all heads."""
+    return ROUNDS * target_of(call.q.device).multiprocessors
 
 
 def most_stretches(call: AttentionCall) -> int:
@@ -120,7 +123,7 @@ def most_stretches(call: AttentionCall) -> int:
 
 def are_few_stretches(call: AttentionCall) -> bool:
     """Whether a batch of decodes, whose bits depend on a sequence alone, needs no list of tiles:
-    the stretches of its keys are no more than two rounds of programs."""
+    the stretches of its keys are so few that a program finds out quickly which of them exist."""
     if call.block_table is None or call.layout is not None or has_rows(call):
         return False
     if lacking(call, OF_LISTS) is not None or call.result_dtype == torch.float32:
@@ -294,7 +297,7 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.ROW_GROUPS * options.TOKENS
     if options.MOST_PARTS > 0 and not options.IS_LISTED:
-        return options.MOST_PARTS // 2
+        return target_of(call.q.device).multiprocessors
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
     if options.IS_LISTED or options.IS_NUMBERED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
