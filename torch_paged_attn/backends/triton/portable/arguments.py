@@ -4,6 +4,8 @@ A later call that differs in sizes only needs new `pointers` and `sizes`; with a
 depend on its size, also new `strides`.
 """
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch_paged_attn.backends.triton.portable.groups import (
     Strides,
 )
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key_bound
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import Config
@@ -237,6 +240,16 @@ def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, targ
     return config.num_stages == 1 and is_small and is_plain
 
 
+def _aligned(x: Tensor) -> int:
+    """Bytes of which addresses of 8-bit rows are multiples, if Triton would load them one by one:
+    it looks for multiples of 16 alone, and rows that have their scales beside them are none.
+    """
+    if x.itemsize > 1 or is_traced():
+        return 0
+    found = math.gcd(16, x.data_ptr() & 15, *_row_strides(x))
+    return found if 4 <= found < 16 else 0
+
+
 def _chunks(dim: int, stored: str, is_paired: bool, smallest: int) -> tuple[int, int, int]:
     """The step from an element of a chunk to its next one, and the sizes of the first two chunks of
     a row: see `load_kv.py`.
@@ -310,6 +323,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         K_FORMAT=formats.k,
         V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
+        K_ALIGNED=_aligned(call.k),
+        V_ALIGNED=_aligned(call.v),
         IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
         IS_PAIRED=formats.is_paired,
         K_BY_TOKEN=is_by_token(call.k_descale, call.batch),

@@ -155,6 +155,9 @@ class Options(NamedTuple):
     K_FORMAT: str
     V_FORMAT: str
     OUT_FORMAT: str
+    # bytes of which addresses of rows are multiples, if Triton does not see it; else 0
+    K_ALIGNED: int
+    V_ALIGNED: int
     IS_V_LIKE_K: bool  # k and v have the same strides, so that they share row offsets
     IS_PAIRED: bool
     K_BY_TOKEN: bool  # k_descale has a scale for each token and head: see `token_scales.py`

@@ -71,6 +71,12 @@ def attend_keys(
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
     HAS_LATENT: tl.constexpr = pointers.q_latent is not None
     HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
+    # strides count elements of two bytes if these are paired; those of keys may be those of values,
+    # which may begin elsewhere
+    EACH: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // EACH
+    TAKES_V: tl.constexpr = OPTIONS.IS_V_LIKE_K and OPTIONS.V_ALIGNED > OPTIONS.K_ALIGNED
+    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // EACH
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -141,6 +147,10 @@ def attend_keys(
                 v_offsets = k_offsets
                 if not OPTIONS.IS_V_LIKE_K:
                     v_offsets = page * strides.v_page + slot * strides.v_slot
+                if K_ALIGNED > 0:
+                    k_offsets = tl.multiple_of(k_offsets, K_ALIGNED)
+                if V_ALIGNED > 0 and not OPTIONS.IS_V_LIKE_K:
+                    v_offsets = tl.multiple_of(v_offsets, V_ALIGNED)
                 if OPTIONS.IS_LOADED_FIRST:
                     loaded = load_keys(memory.k, k_offsets, OPTIONS)
                     values = load_values(memory.v, v_offsets, OPTIONS)

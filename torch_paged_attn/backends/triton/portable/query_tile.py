@@ -261,6 +261,13 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         k_start = tl.cast(tile.k_start, tl.int64)
         k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
         v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
+    # in the function that computes them: Triton would forget it of a function's argument
+    K_ALIGNED: tl.constexpr = OPTIONS.K_ALIGNED
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED
+    if K_ALIGNED > 0:
+        k_ptr = tl.multiple_of(k_ptr, K_ALIGNED)
+    if V_ALIGNED > 0:
+        v_ptr = tl.multiple_of(v_ptr, V_ALIGNED)
     k_scales, v_scales = scales_of_head(tile, kv_head, pointers, strides, sizes, OPTIONS)
     memory = named("block_table col k v k_scales v_scales bias_rows tail_rows")(
         block_table=table_ptr,
