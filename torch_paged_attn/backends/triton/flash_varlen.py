@@ -22,7 +22,6 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES, refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +268,6 @@ class AttentionOp:
         return (*tensors[: self._hints], 0, reach, *tensors[self._hints :]), copied
 
     def _plan_checked(self, call: AttentionCall, longest: int) -> Plan:
-        refuse_lacking(call, "triton", (*TOKEN_SCALES, *INT4))
         if is_traced():
             if why_opaque(call, longest) is not None:
                 return NotImplemented
