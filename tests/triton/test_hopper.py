@@ -162,8 +162,9 @@ def test_sizes_are_no_part_of_the_description(options):
             call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
             config, packed_heads = choices.choose_tiles(call)
             scalars = tiles.scalars_of(call)
-            described.add((tiles.options_of(call, config, packed_heads), scalars))
-            sizes.add(tiles.sizes_of(call, 3, packed_heads))
+            compiled = tiles.options_of(call, config, packed_heads)
+            described.add((compiled, scalars))
+            sizes.add(tiles.sizes_of(call, compiled, 3, packed_heads))
     assert len(described) == 1
     assert len(sizes) == 3
 
