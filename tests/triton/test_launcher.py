@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import cross_compile
+import growing_selected
 import pytest
 import torch
 import triton
+from growing_tensors import New
 
 import torch_paged_attn
 from torch_paged_attn.backends.triton import BACKEND
@@ -59,7 +61,26 @@ def write():
     return functools.partial(write, scale, scale), (key, cache, slots, scale)
 
 
+def selected(of):
+    """Lists of keys: their plans start with addresses, or for the first time with tensors."""
+    x = growing_selected.a_batch(New(torch.device("cpu")), of, [1, 1], [700, 90], is_paged=True)
+    options = x.lengths | {"select_size": of.select_size, "causal": True}
+    call = torch_paged_attn.selected_attention
+    tensors = (
+        x.q,
+        *x.kv,
+        x.key_indices,
+        *(y for y in options.values() if isinstance(y, torch.Tensor)),
+    )
+    return functools.partial(call, x.q, *x.kv, x.key_indices, **options), tensors
+
+
 CALLS = {
+    **{
+        f"selected {name}": functools.partial(selected, of)
+        for name, of in growing_selected.KINDS.items()
+        if name != "tokens"  # planned as few heads are
+    },
     "prefill": lambda: prefill(32),
     "odd group": lambda: prefill(24),
     "decode": decode,
