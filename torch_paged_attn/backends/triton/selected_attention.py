@@ -143,7 +143,7 @@ def _plan_portable(call: AttentionCall, given: list[str]) -> Callable[..., None]
         found = (*(as_stored(x, target)[0] for x in tensors), None)
         out_scale, *more = pick_more(found)
         final = Results(as_stored(out, target)[0], lse, None, out_scale)
-        written = Results(*parts, None) if parts else final
+        written = Results(parts[0], parts[1], parts[2], None) if parts else final
         launch(SelectedPointers(*pick(found)), written)
         if parts:
             merge(written, final, *more)
