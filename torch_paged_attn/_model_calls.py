@@ -170,7 +170,7 @@ def selected_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
     for batch, queries, keys in new.shapes():
         total = batch * queries
         lengths = new.ints(batch + 1), None, queries, keys, new.ints(batch), new.table(batch, keys)
-        indices = listed.expand(total, -1, -1).contiguous()
+        indices = listed.expand(total, -1, -1)
         calls.append(functools.partial(attend, new.queries(total), k, v, indices, *lengths))
         if lists.index_heads:
             q = new(total, lists.index_heads, lists.index_dim)

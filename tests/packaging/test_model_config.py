@@ -50,6 +50,7 @@ DEEPSEEK = {
     "v_head_dim": 128,
 }
 DSA = KeyLists(2048, 1, 64, 128)
+M3 = {"sparse_topk_blocks": 16, "sparse_block_size": 128}
 LAYER = Layer(32, 8, 128, 128, 128**-0.5)
 FALCON = {"model_type": "falcon", "num_attention_heads": 71, "multi_query": True, "alibi": True}
 GEMMA4 = {
@@ -97,8 +98,7 @@ def written(folder, config):
             ],
         ),
         (
-            LLAMA
-            | {"sparse_attention_config": {"sparse_topk_blocks": 16, "sparse_block_size": 128}},
+            LLAMA | {"sparse_attention_config": M3},
             [LAYER, LAYER._replace(lists=KeyLists(16, 128))],
         ),
         (
