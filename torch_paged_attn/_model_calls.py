@@ -160,11 +160,12 @@ def selected_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
     shape = 64, layer.num_kv_heads, sizes.page_size, layer.head_dim
     k = new(*shape, dtype=sizes.kv_dtype)
     v = k[..., : layer.head_dim_v] if layer.is_latent else torch.zeros_like(k)
-    options = {"softmax_scale": layer.softmax_scale, "causal": True} | new.descales()
+    options: dict[str, Any] = {"softmax_scale": layer.softmax_scale, "causal": True}
+    options |= new.descales()
     attend = functools.partial(selected_attention, select_size=lists.select_size, **options)
     listed = new.ints(1, layer.num_kv_heads, lists.units)
-    of_index = {"select_size": lists.select_size, "num_units": lists.units, "causal": True}
-    select = functools.partial(select_keys, **of_index)
+    of_index: dict[str, Any] = {"select_size": lists.select_size, "num_units": lists.units}
+    select = functools.partial(select_keys, causal=True, **of_index)
     index_k = new(64, 1, sizes.page_size, max(lists.index_dim, 1))
     calls: list[Call] = []
     for batch, queries, keys in new.shapes():
