@@ -10,7 +10,7 @@ from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entrie
 from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
-from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
 # rows of a consumer: the height of a warpgroup's product
@@ -148,9 +148,6 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
-    if not is_even(call.group_size):
-        # they fill a tile's rows, but no GPU has been asked whether bits are equal then
-        return f"heads in groups of {call.group_size} have not been compared, bit for bit"
     return None
 
 
