@@ -1,5 +1,5 @@
 """With `batch_invariant`, all calls of a model on Hopper take one kernel with one order of sums, or
-are refused: prompts packed and in pages, chunks, guessed tokens and decodes, in any batch.
+are refused: prompts packed and in pages, chunks, draft tokens and decodes, in any batch.
 """
 
 import dataclasses
