@@ -46,16 +46,15 @@ PAGED_ATTN_INLINE void add_scaled_columns(const float* from, float* scores, int6
   }
 }
 
-// Asks for the scales of a block of some heads, a cache line for each ALIGN columns: as many as one
+// Asks for the scales of a block under a head, a cache line for each ALIGN columns: as many as one
 // has where a head's scales are contiguous.
-PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t first_head, int heads,
+PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t kv_head,
                                            const KeyBlock& block) {
   const auto fetch = [&](const paged_attn::TokenScales& from, const int64_t* offset)
                          __attribute__((always_inline)) {
     if (!from) return;
     for (int c = 0; c < block.num_columns; c += ALIGN)
-      for (int h = 0; h < heads; ++h)
-        __builtin_prefetch(from.data + (first_head + h) * from.stride_head + offset[c]);
+      __builtin_prefetch(from.data + kv_head * from.stride_head + offset[c]);
   };
   fetch(a.k_scales, block.k_scale);
   fetch(a.v_scales, block.v_scale);

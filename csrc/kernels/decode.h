@@ -103,7 +103,6 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const auto head_of_group = [&](int g) __attribute__((always_inline)) {
     return kv_head_of(a, task.group_begin + g);
   };
-  fetch_column_scales(a, head_of_group(0), groups, next);
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool invariant = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
@@ -119,6 +118,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         continue;
       }
     for (int g = 0; g < groups; ++g) {
+      // not earlier: the block's keys would push them out of a first-level cache
+      if (c + step >= columns) fetch_column_scales(a, head_of_group(g), block);
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         const int64_t* in_memory = block.k_offset + c;
