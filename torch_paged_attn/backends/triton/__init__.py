@@ -18,8 +18,8 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
-    lacks = (*TOKEN_SCALES, *INT4)
-    lacks_in_backward = ()
+    lacks = tuple(f"{x} of selected" for x in (*TOKEN_SCALES, *INT4))
+    lacks_in_backward = lacks_ops = ()
     # the functions check a call when they plan it; a call like an earlier one needs no new plan
     checks_metadata = True
     announces = (
