@@ -24,6 +24,18 @@ PAGED_ATTN_INLINE void load_column_scales(const Attention& a, int64_t kv_head,
   to.of_values = load_all(a.v_scales, block.v_scale, to.v);
 }
 
+// The largest magnitude of the keys' scales.
+PAGED_ATTN_INLINE float largest_key_scale(const Attention& a, int64_t kv_head,
+                                          const KeyBlock& block) {
+  const float* first = a.k_scales.data + kv_head * a.k_scales.stride_head;
+  float largest = 0;
+  for (int c = 0; c < block.num_columns; ++c) {
+    const float scale = fabsf(first[block.k_scale[c]]);
+    largest = scale > largest ? scale : largest;
+  }
+  return largest;
+}
+
 // Multiplies columns [begin, end) of rows of scores.
 PAGED_ATTN_INLINE void scale_columns(float* scores, int64_t stride, int rows, int begin, int end,
                                      const float* scales) {
