@@ -26,6 +26,8 @@ def public(op):
     def call(**args):
         if split:
             args["kv_cache"] = args.pop("k_cache"), args.pop("v_cache")
+        if split == "quantize":
+            args["quantize"] = True
         hints = ("max_seqlen_q", "max_seqlen_k")
         given = {name: value for name, value in args.items() if name not in hints}
         return getattr(torch_paged_attn, packet)(**given)
