@@ -57,7 +57,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         queries=queries,
         longest=_longest_keys(call),
         window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
-        key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
+        key_bytes=(call.k.shape[-1] + call.v.shape[-1]) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
     )

@@ -1,6 +1,4 @@
-"""The queries of a tile, in the chunks in which its keys are decoded, and what scores are multiplied
-by.
-"""
+"""The queries of a tile, in the chunks in which its keys are decoded, and the factors of scores."""
 
 import triton
 import triton.language as tl
