@@ -339,6 +339,18 @@ STATIC = [
         {"k_scale": torch.tensor(1.0)},
         "expected k_scale to be None for a cache of float32 ... got a tensor",
     ),
+    ("quantized", {"k_scale": r(2)}, "expected k_scale to be (num_pages, num_kv_heads, page_size)"),
+    ("quantized", {"v_scale": r(5, 2, 4).half()}, "expected v_scale to be float32 ... got float16"),
+    (
+        "quantized",
+        {"k_cache": r(5, 2, 4, 8), "v_cache": r(5, 2, 4, 6)},
+        "expected k_cache to be float8_e4m3fn ... got float32",
+    ),
+    (
+        "quantized",
+        {name: torch.zeros(5, 2, 4, 8, dtype=torch.uint8) for name in ("k_cache", "v_cache")},
+        "expected k_cache's num_kv_heads and head_dim to be 2 and 8 ... got 2 and 16",
+    ),
     (
         "split",
         {"v_cache": r(5, 2, 5, 8)},
@@ -582,5 +594,11 @@ VALUES = [
         {"slot_mapping": ints(INT32_MAX)},
         IndexError,
         f"expected slot_mapping[0] to be ... got {INT32_MAX}",
+    ),
+    (
+        "quantized",
+        {"slot_mapping": ints(3, 20)},
+        IndexError,
+        "expected slot_mapping[1] to be below ... got 20",
     ),
 ]

@@ -106,7 +106,7 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
         form = flash_varlen.form_of(call, 0)
         config, packed = choices.choose_tiles(call, form)
         assert form == choices.Form(is_numbered=is_numbered)
-        heads_at_once = tiles.sizes_of(call, 0, packed).heads_per_unit * packed
+        heads_at_once = tiles.sizes_of(call, tiles.options_of(call, config, packed, form), 0, packed).heads_per_unit * packed
         assert heads_at_once == (call.num_heads if is_sorted else call.group_size)
         assert tiles.options_of(call, config, packed, form).IS_LISTED is not is_numbered
 

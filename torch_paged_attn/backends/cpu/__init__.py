@@ -11,7 +11,6 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
 
 X86 = ("x86_64", "amd64")
 
@@ -22,7 +21,7 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
-    lacks = (*TOKEN_SCALES, *INT4)
+    lacks = ()
     lacks_in_backward = ("key_ranks of blocksparse",)
 
     def unsupported(self) -> str | None:

@@ -14,6 +14,7 @@ from torch_paged_attn.backends.triton.contiguous import after_copies, without_ga
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import chunks, mla, support
 from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
+from torch_paged_attn.backends.triton.hopper.tiles import are_few_stretches
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -133,7 +134,8 @@ def in_turns(call: AttentionCall, longest: int) -> int:
 def form_of(call: AttentionCall, longest: int) -> Form:
     """The form of Hopper's kernel for a batch that it runs alone."""
     if call.is_batch_invariant:
-        return Form(is_guessed=support.is_few_rows(call))
+        is_few = support.is_few_rows(call)
+        return Form(is_guessed=is_few, is_numbered=is_few and are_few_stretches(call))
     if mixed.is_mixed(call, longest):
         if is_numbered(call):
             return Form(is_numbered=True)

@@ -58,7 +58,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     Launch(
         _selected_fwd_kernel,
         (call.total_q * splits, head_tiles),
-        sizes=sizes,
+        **sizes._asdict(),
         strides=selected.strides_of(call),
         scalars=selected.scalars_of(call),
         OPTIONS=options,
@@ -69,7 +69,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         Launch(
             _merge_selected_kernel,
             (call.total_q * call.num_heads,),
-            sizes=sizes,
+            **sizes._asdict(),
             WIDTH=next_power_of_2(call.head_dim_v),
             OPTIONS=options,
         )(written, final, call.sinks, call.cu_seqlens_q)

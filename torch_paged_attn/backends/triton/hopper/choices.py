@@ -92,7 +92,9 @@ class Form(NamedTuple):
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
     is_divided: bool = False  # of these, two consumers divide the keys of a tile
     is_tall: bool = False  # of these, tiles of 8-bit keys are tall
-    # sequences of any lengths have so few keys that tiles need no cutting, and no list
+    # sequences of any lengths have so few keys that tiles need no cutting, and no list; where bits
+    # depend on a sequence alone, tiles of few queries are cut in a number of stretches that the
+    # host says
     is_numbered: bool = False
     is_mixed: bool = False  # most sequences are short, a few are long
     are_few: bool = False  # packed sequences, all of them short
