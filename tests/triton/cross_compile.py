@@ -68,6 +68,7 @@ KNOWN = {
     ("sm90", "vllm/tokens_int4/bf16"): 320,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
+    ("sm90", "vllm/tokens_e4m3/f16"): 192,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,
