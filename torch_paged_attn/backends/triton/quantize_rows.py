@@ -218,7 +218,7 @@ def plan(
         if claims is not None and claim is not None:
             claim(tensors[-1], claims)
         rows = (as_stored(x, target)[0] for x in tensors[:4])
-        write(QuantizePointers(*rows, *tensors[4:], claims))
+        write(QuantizePointers._make((*rows, *tensors[4:], claims)))
 
     return run
 
