@@ -64,8 +64,11 @@ KNOWN = {
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("sm90", "d64/prefill_bias/bf16"): 128,
     ("sm90", "d256/prefill_softcap/bf16"): 256,
+    ("sm90", "vllm/tokens_int8/bf16"): 320,
+    ("sm90", "vllm/tokens_int4/bf16"): 320,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
+    ("sm90", "vllm/tokens_e4m3/f16"): 192,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,

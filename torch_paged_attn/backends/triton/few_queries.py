@@ -10,6 +10,7 @@ from torch_paged_attn.backends.triton import ways
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M, width_of
+from torch_paged_attn.backends.triton.portable.tiles import has_numbers_apart
 from torch_paged_attn.backends.triton.tuning import Config
 
 # rows of a tile of queries up to which the portable kernel is one of the ways
@@ -41,6 +42,10 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         return None
     if queries * call.group_size > BLOCK_M or call.q.itemsize > 2:
         return None
+    if has_numbers_apart(call):
+        # their costs are not known; with those of 8 bits alone, a decode of 32 sequences of 8192
+        # keys would take 4 warps, and 192 us instead of 140
+        return None
     kind = f"d{width_of(max(call.head_dim, call.head_dim_v))}/b{call.k.itemsize}"
     if kind not in ways.ways():
         return None
@@ -57,7 +62,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         queries=queries,
         longest=_longest_keys(call),
         window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
-        key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
+        key_bytes=(call.k.shape[-1] + call.v.shape[-1]) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
     )

@@ -67,7 +67,9 @@ def _scale_strides(x: Tensor | None, batch: int, heads: int) -> tuple[int | None
 
 def _row_strides_of_scales(x: Tensor) -> tuple[int, int, int]:
     """`_row_strides` of the scales of keys or values by token."""
-    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
+    return (
+        (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
+    )
 
 
 def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
@@ -79,9 +81,7 @@ def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
     is_raised = formats.is_paired and call.k.dtype in (torch.int8, torch.uint8)
     is_scaled = call.q_descale is not None or formats.is_q_normed or is_raised
     scales = [call.k_descale] if call.q_latent is None else [call.k_descale, call.v_descale]
-    is_scaled = is_scaled or any(
-        x is not None and not is_by_token(x, call.batch) for x in scales
-    )
+    is_scaled = is_scaled or any(x is not None and not is_by_token(x, call.batch) for x in scales)
     return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
 
 

@@ -110,9 +110,7 @@ def load_keys(k_ptr, offsets, OPTIONS: tl.constexpr):
     """A tile of keys in two chunks."""
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     if OPTIONS.K_STEP == 2:
-        return _load_even_and_odd(
-            k_ptr, offsets, OPTIONS.K_LOW, OPTIONS.HEAD_DIM, FORMAT, OPTIONS
-        )
+        return _load_even_and_odd(k_ptr, offsets, OPTIONS.K_LOW, OPTIONS.HEAD_DIM, FORMAT, OPTIONS)
     else:
         return load_chunks(
             k_ptr, offsets, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, False, FORMAT,
