@@ -166,6 +166,25 @@ def test_tiles_of_chunks(seqs, heads, options, expected):
         assert form.is_numbered is (is_near or is_shared)
 
 
+@pytest.mark.parametrize(
+    "seqs, heads, runs_here",
+    [  # the faster kernel of each, as measured on an H200
+        (((70, 200),), (32, 8, 64), True),
+        (((70, 1000),), (32, 8, 64), True),
+        (((67, 0), (23, 0)), (32, 8, 64), False),
+        (((240, 0),), (32, 8, 64), False),
+        (((70, 0),), (16, 8, 256), True),
+        (((70, 200),), (16, 8, 256), True),
+        (((70, 500),), (32, 8, 128), True),
+    ],
+)
+def test_kernel_of_small_chunks(seqs, heads, runs_here):
+    with assume(HOPPER):
+        problem = Problem("small", seqs, *heads, dtype=bf16, page_size=16)
+        call = hopper_call(problem, max_seqlen_k=sum(max(seqs)))
+        assert (flash_varlen.kernels_of(call, max(seqs)[0])[0] == "hopper") is runs_here
+
+
 def test_stages_of_divided_keys_are_even():
     """A stage that both consumers waited for in turns would be passed by who is ahead."""
     with assume(HOPPER):

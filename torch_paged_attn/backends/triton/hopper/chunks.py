@@ -26,6 +26,9 @@ from torch_paged_attn.ops.lacking import lacking
 # their tiles fill, keys of the longest sequence from which on they had better be cut
 MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
 
+# keys past which prompts of narrow heads that do not fill the chip are this kernel's
+LEAST_CONTEXT = 200
+
 # of 8-bit caches, keys up to which such tiles have one consumer and are not cut, of so many rows to
 # a multiprocessor; and keys up to which they have one of fewer rows
 MOST_LOW_8_BIT, MOST_ROWS_8_BIT = 1024, 80
@@ -135,9 +138,12 @@ def are_few_chunks(call: AttentionCall) -> bool:
 
 def are_small_prompts(call: AttentionCall) -> bool:
     """Whether this kernel is the faster one although tiles do not fill the chip: for few chunks of
-    heads of 128. Prompts of 203 tokens take 9 us, and 15 by the portable kernel; of heads of 64
-    both take 8 us.
+    prompts, of heads of 64 if there is a context. On an H200, 70 tokens behind 500 keys take 10 us
+    with heads of 64 and 13 with those of 256, by the portable kernel 14 and 29.
     """
-    if width_of(call.head_dim) != 128 or has_low_rows(call):
+    if has_low_rows(call) or not are_few_chunks(call):
         return False
-    return are_few_chunks(call) and is_divided_chunk(call)
+    width = width_of(call.head_dim)
+    if width == 128 or converts(call):
+        return width == 128 and is_divided_chunk(call)
+    return width == 256 or reach_of(call) > max(call.total_q, LEAST_CONTEXT)
