@@ -12,6 +12,7 @@ import torch
 from dispatched import dispatched
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import Triton
 from torch_paged_attn.backward_call import arguments as backward_arguments
 from torch_paged_attn.testing import (
     EXTENDED,
@@ -405,7 +406,9 @@ MORE_SELECTED = {
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    problems = PROBLEMS | MORE | EXTENDED | SELECTED | MORE_SELECTED
+    lacked = set(Triton.lacks)
+    selected = {name: p for name, p in SELECTED.items() if not p.optional & lacked}
+    problems = PROBLEMS | MORE | EXTENDED | selected | MORE_SELECTED
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
     backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
     calls |= {
