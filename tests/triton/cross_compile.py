@@ -173,12 +173,10 @@ def _code_bytes(elf: bytes) -> int:
 
 def _fused(ptx: str, llvm: str) -> int:
     """How many products are fused with sums in PTX beyond those that LLVM's code asks for (some of
-    which are in branches that PTX does without), by name or in assembly.
+    which are in branches that PTX does without).
     """
     asked = re.findall(r"call .*@llvm\.(?:nvvm\.)?fma(?:\.v(\d+))?", llvm)
-    written = re.compile(r"\bfma\.rn\.\S*f32\b")
-    count = len(written.findall(ptx)) - len(written.findall(llvm))
-    return max(count - sum(int(n or 1) for n in asked), 0)
+    return max(len(re.findall(r"\bfma\.rn\.\S*f32\b", ptx)) - sum(int(n or 1) for n in asked), 0)
 
 
 def _parts_threads(ptx: str) -> bool:

@@ -43,7 +43,6 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
-    choose_invariant_config,
     choose_narrow_config,
     choose_short_config,
     choose_split_config,
@@ -394,4 +393,6 @@ def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConf
         return choose_guessed_config(width, is_narrow), whole_group(call)
     if is_narrow:
         return choose_narrow_config(width), even_heads(call)
-    return choose_invariant_config(width, gathers(call)), pack_heads(call)
+    is_causal = call.window_right == 0
+    config = choose_hopper_config(width, mean_length(call), is_causal, False, gathers(call))
+    return config, pack_heads(call)

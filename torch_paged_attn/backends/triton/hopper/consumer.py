@@ -49,7 +49,6 @@ from torch_paged_attn.backends.triton.hopper.stretches import (
     fold,
     leave_or_rescale,
     next_reference,
-    nothing_kept,
     with_left,
 )
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
@@ -286,7 +285,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             # how far the last stretch's reference was above that of those before
             apart = gl.zeros_like(m_i)
             state = gl.full([], NONE_LEFT, gl.int32)
-            kept = nothing_kept(acc, OPTIONS)
             stretch_start = first_key_with(kv_start, STRETCH)
         keys.consumer_wait_for(n, OPTIONS.GATHERS)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
@@ -316,9 +314,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             if STRETCH > 0:
-                acc, kept, state = leave_or_rescale(
-                    acc, kept, shrink, apart, state, params, OPTIONS, INDEX
-                )
+                acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
             else:
                 acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -331,7 +327,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
                 m_left, apart = next_reference(m_left, m_i)
                 old, weight = factors(apart)
-                pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight, OPTIONS))
+                pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight))
                 state = state | FIRST
                 m_i = gl.full_like(m_i, -float("inf"))
             s = warpgroup_mma_wait(1, deps=[s])
@@ -349,9 +345,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             clear_before(v, rows.first_key - kv_start)
         if STRETCH > 0 and OPTIONS.HAS_LEFT:
             # a window may begin with a stretch's last keys
-            acc, kept, state = leave_or_rescale(
-                acc, kept, shrink, apart, state, params, OPTIONS, INDEX
-            )
+            acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
         else:
             acc = scale_rows(acc, shrink)
         pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -368,12 +362,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
             m_i, apart = next_reference(m_left, m_i)
             old, weight = factors(apart)
-            total = fold(total_left, total, old, weight, OPTIONS)
+            total = fold(total_left, total, old, weight)
         if OPTIONS.MOST_PARTS > 0:
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                acc = with_left(acc, kept, apart, state, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             sums = (acc, m_i, total)
             stop_token = leave_result(
                 sums, place, at, rows, params, pipelines, tile, OPTIONS, INDEX
@@ -383,14 +377,14 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                acc = with_left(acc, kept, apart, state, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                acc = with_left(acc, kept, apart, state, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:

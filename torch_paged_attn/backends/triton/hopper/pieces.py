@@ -182,7 +182,7 @@ def merge_pieces(
                     m_part = gl.where(i + j < pieces, m_part, -float("inf"))
                     m_all, apart = next_reference(m_all, m_part)
                     old, weight = factors(apart)
-                    total = fold(total, total_part, old, weight, OPTIONS)
+                    total = fold(total, total_part, old, weight)
                 else:
                     m_new = gl.maximum(m_all, m_part)
                     shift = finite(m_new)
@@ -252,7 +252,7 @@ def _add_parts(
                 m_part = gl.where(is_one, m_part, -float("inf"))
                 m_so_far, apart = next_reference(m_so_far, m_part)
                 old, weight = factors(apart)
-                acc = fold(acc, found, gl.expand_dims(old, 1), gl.expand_dims(weight, 1), OPTIONS)
+                acc = fold(acc, found, gl.expand_dims(old, 1), gl.expand_dims(weight, 1))
             else:
                 found = gl.load(values_of, mask=exists, other=0.0, cache_modifier=".cg")
                 weight = gl.where(is_one, gl.exp2(m_part - shift), 0.0)

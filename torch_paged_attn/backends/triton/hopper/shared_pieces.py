@@ -134,7 +134,7 @@ def _add_parts(
             for j in gl.static_range(AT_ONCE):
                 found = found + _rows_of_part(i + j, r, exists, column, parts, pointers, OPTIONS)
             if OPTIONS.STRETCH > 0:
-                m_all, total, acc = _fold_stretches(m_all, total, acc, found, OPTIONS, AT_ONCE)
+                m_all, total, acc = _fold_stretches(m_all, total, acc, found, AT_ONCE)
             else:
                 m_all, total, acc = _fold_parts(m_all, total, acc, found, AT_ONCE)
         token = rows.first_token + r // OPTIONS.PACKED_HEADS
@@ -168,14 +168,12 @@ def _fold_parts(m_all, total, acc, found, AT_ONCE: gl.constexpr):
 
 
 @gluon.jit
-def _fold_stretches(m_all, total, acc, found, OPTIONS: gl.constexpr, AT_ONCE: gl.constexpr):
+def _fold_stretches(m_all, total, acc, found, AT_ONCE: gl.constexpr):
     """The same where parts are stretches of keys: one after the other, as a consumer that had all
     of them would have added them up."""
     for j in gl.static_range(AT_ONCE):
         m_all, apart = next_reference(m_all, found[3 * j])
         old, weight = factors(apart)
-        total = fold(total, found[3 * j + 1], old, weight, OPTIONS)
-        acc = fold(
-            acc, found[3 * j + 2], gl.expand_dims(old, 1), gl.expand_dims(weight, 1), OPTIONS
-        )
+        total = fold(total, found[3 * j + 1], old, weight)
+        acc = fold(acc, found[3 * j + 2], gl.expand_dims(old, 1), gl.expand_dims(weight, 1))
     return m_all, total, acc

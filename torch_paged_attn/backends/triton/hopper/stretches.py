@@ -7,11 +7,10 @@ sequences then have few stretches, and short ones enough to be divided. Each str
 from zero, and the sums are added one after the other, the last keys first. The result is the same
 whether each stretch had a consumer of its own (`pieces.py`) or one consumer had them all.
 
-A consumer that has them all has registers for two sums of values, if they are no wider than 128
-columns: that of a stretch is added to that of those before while the next scores are computed. Of
-wider ones, it adds the sum of a finished stretch to its own part of the workspace, which stays in
-the cache, by additions that it does not wait for. The sums before are scaled by a reference logit,
-which changes only when a stretch's largest logit exceeds it by far.
+A consumer that has them all lacks registers for two sums of values. It adds the sum of a finished
+stretch to its own part of the workspace, which stays in the cache, by additions that it does not
+wait for while it computes the next scores. The sums there are scaled by a reference logit, which
+changes only when a stretch's largest logit exceeds it by far.
 """
 
 import triton
@@ -23,9 +22,6 @@ from triton.language.core import _aggregate as aggregate
 # by how much, in base two, a stretch's reference may exceed that of the sum of those before
 MOST_APART = gl.constexpr(16.0)
 _ONE, _SIXTEEN = gl.constexpr("0f3F800000"), gl.constexpr("0f41800000")
-
-# columns of values whose sums a consumer has twice in its registers
-MOST_KEPT = gl.constexpr(128)
 
 # the state of a consumer's sums of finished stretches. NONE_LEFT: there are none. FIRST: those of
 # the tile's first stretch are to be written next. SOME_LEFT: all are written. ONE_MORE: some are
@@ -132,20 +128,12 @@ def factors(apart):
     return gl.inline_asm_elementwise(program, "=&f,=&f,f", [apart], kinds, True, 1)
 
 
-@gluon.constexpr_function
-def _fold_one(is_kept):
-    own = "fma.rn.ftz.f32 $0, $2, $4, a;"
-    if not is_kept:
-        own = "mul.rn.ftz.f32 b, $2, $4; add.rn.ftz.f32 $0, a, b;"
-    return f"{{.reg .f32 a, b; mul.rn.ftz.f32 a, $1, $3; {own}}}"
-
-
 @gluon.jit
-def fold(x, part, old, weight, OPTIONS: gl.constexpr):
-    """x * old + part * weight, rounded as sums in registers or in memory are."""
-    program: gl.constexpr = _fold_one(OPTIONS.WIDTH_V <= MOST_KEPT)
+def fold(x, part, old, weight):
+    """x * old + part * weight, rounded as sums in memory are."""
     return gl.inline_asm_elementwise(
-        program,
+        "{.reg .f32 a, b; mul.rn.ftz.f32 a, $1, $3; mul.rn.ftz.f32 b, $2, $4;"
+        " add.rn.ftz.f32 $0, a, b;}",
         "=f,f,f,f,f",
         [x, part, old, weight],
         dtype=gl.float32,
@@ -225,42 +213,6 @@ def _leave_or_multiply(n):
 
 
 @gluon.constexpr_function
-def _fold_or_multiply(n):
-    """PTX: fold n registers into as many others and make them zeros, if they are pending; else
-    multiply them by factors, unless these are 1 in the whole warp."""
-    shrink, apart, state = 4 * n, 5 * n, 6 * n
-    # a thread's numbers belong to two rows, which alternate by pairs
-    scaled = [f"mul.rn.ftz.f32 ${n + i}, ${n + i}, old{i // 2 % 2};" for i in range(n)]
-    added = [f"fma.rn.ftz.f32 ${n + i}, ${i}, weight{i // 2 % 2}, ${n + i};" for i in range(n)]
-    zeros = " ".join(f"mov.f32 ${i}, 0f00000000;" for i in range(n))
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${shrink + i};" for i in range(n))
-    return f"""{{
-        .reg .pred p; .reg .b32 is_pending; .reg .f32 old<2>; .reg .f32 weight<2>;
-        and.b32 is_pending, ${state}, 1;
-        setp.eq.s32 p, is_pending, 0;
-        @p bra MULTIPLY;
-        {_factors(f"${apart}", "old0", "weight0")}
-        {_factors(f"${apart + 2}", "old1", "weight1")}
-        setp.eq.f32 p, old0, {_ONE.value};
-        setp.eq.and.f32 p, old1, {_ONE.value}, p;
-        vote.sync.all.pred p, p, 0xffffffff;
-        @p bra ADD;
-        {" ".join(scaled)}
-        ADD:
-        {" ".join(added)}
-        {zeros}
-        bra DONE;
-        MULTIPLY:
-        setp.neu.f32 p, ${shrink}, {_ONE.value};
-        setp.neu.or.f32 p, ${shrink + 2}, {_ONE.value}, p;
-        vote.sync.any.pred p, p, 0xffffffff;
-        @!p bra DONE;
-        {products}
-        DONE:
-    }}"""
-
-
-@gluon.constexpr_function
 def _join(n):
     """PTX: add what was left, if anything was, to n registers."""
     apart, base, place = 2 * n, 3 * n, 4 * n
@@ -285,12 +237,12 @@ def _join(n):
 
 
 @gluon.constexpr_function
-def _in_place(n, tensors, kinds):
-    """The operands: elements of tensors, which are results and the first arguments, and those of
-    further arguments of these kinds."""
-    own = tuple(str(i) for i in range(tensors * n))
-    further = tuple(kind for kind in kinds for _ in range(n))
-    return ",".join(("=f",) * (tensors * n) + own + further)
+def _in_place(n, factors, numbers):
+    """The operands: results, which are the first n arguments, factors, an address, and numbers."""
+    own = tuple(str(i) for i in range(n))
+    return ",".join(
+        ("=f",) * n + own + ("f",) * (factors * n) + ("l",) * n + ("r",) * (numbers * n)
+    )
 
 
 @gluon.jit
@@ -320,37 +272,22 @@ def _thread_of(acc):
 
 
 @gluon.jit
-def leave_or_rescale(
-    acc, kept, shrink, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):
-    """Leave sums of values that are pending, in `kept` or in memory, and return zeros; else
-    acc * shrink by rows, as `softmax.rescale`. Returns what is kept and the new state, too."""
+def leave_or_rescale(acc, shrink, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Leave sums of values that are pending, and return zeros; else acc * shrink by rows, as
+    `softmax.rescale`. Returns the new state, too."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128  # elements of a thread
-    by_row, apart = _of_rows(shrink, acc), _of_rows(apart, acc)
-    if OPTIONS.WIDTH_V <= MOST_KEPT:
-        program: gl.constexpr = _fold_or_multiply(OWN)
-        operands: gl.constexpr = _in_place(OWN, 2, "ffr")
-        acc, kept = gl.inline_asm_elementwise(
-            program,
-            operands,
-            [acc, kept, by_row, apart, state],
-            (gl.float32, gl.float32),
-            False,
-            OWN,
-        )
-    else:
-        program: gl.constexpr = _leave_or_multiply(OWN)
-        operands: gl.constexpr = _in_place(OWN, 1, "fflrr")
-        base = _memory_of(params, OPTIONS, INDEX)
-        acc = gl.inline_asm_elementwise(
-            program,
-            operands,
-            [acc, by_row, apart, base, _thread_of(acc), state],
-            gl.float32,
-            False,
-            OWN,
-        )
-    return acc, kept, gl.where(state > NONE_LEFT, SOME_LEFT, NONE_LEFT)
+    program: gl.constexpr = _leave_or_multiply(OWN)
+    base = _memory_of(params, OPTIONS, INDEX)
+    operands: gl.constexpr = _in_place(OWN, 2, 2)
+    acc = gl.inline_asm_elementwise(
+        program,
+        operands,
+        [acc, _of_rows(shrink, acc), _of_rows(apart, acc), base, _thread_of(acc), state],
+        gl.float32,
+        False,
+        OWN,
+    )
+    return acc, gl.where(state > NONE_LEFT, SOME_LEFT, NONE_LEFT)
 
 
 @gluon.jit
@@ -359,7 +296,7 @@ def _join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     program: gl.constexpr = _join(OWN)
     base = _memory_of(params, OPTIONS, INDEX)
-    operands: gl.constexpr = _in_place(OWN, 1, "flr")
+    operands: gl.constexpr = _in_place(OWN, 1, 1)
     return gl.inline_asm_elementwise(
         program,
         operands,
@@ -371,20 +308,8 @@ def _join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def with_left(acc, kept, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def with_left(acc, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """The same, if any were left."""
-    if OPTIONS.WIDTH_V <= MOST_KEPT:
-        old, weight = factors(apart)
-        acc = fold(kept, acc, _of_rows(old, acc), _of_rows(weight, acc), OPTIONS)
-    elif state > NONE_LEFT:
+    if state > NONE_LEFT:
         acc = _join_left(acc, apart, params, OPTIONS, INDEX)
     return acc
-
-
-@gluon.jit
-def nothing_kept(acc, OPTIONS: gl.constexpr):
-    """What `leave_or_rescale` keeps before the first stretch ends: none of sums in memory."""
-    if OPTIONS.WIDTH_V <= MOST_KEPT:
-        return gl.zeros_like(acc)
-    else:
-        return 0

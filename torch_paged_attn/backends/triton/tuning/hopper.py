@@ -48,14 +48,6 @@ def choose_hopper_config(
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
 
 
-def choose_invariant_config(width: int, is_copied: bool = False) -> HopperConfig:
-    """The configuration of batch-invariant calls. A third consumer would leave too few registers
-    for two sums of values (`hopper/stretches.py`).
-    """
-    config = choose_hopper_config(width, 0, True, False, is_copied)
-    return dataclasses.replace(config, REGISTERS=240) if width == 128 else config
-
-
 def choose_copied_config(width: int, consumers: int = 2) -> HopperConfig:
     """Where producers copy rows of keys for tiles of many rows: small tiles of keys, of which more
     are on their way."""
