@@ -1,8 +1,8 @@
-"""TRL's SFTTrainer on our attention: `padding_free` lays a batch end to end, and positions alone say
+"""TRL's SFTTrainer on our attention: `padding_free` lays a batch end to end, and only positions say
 where a document begins.
 
-Golden is TRL with padding and eager attention in float64, and what SDPA is off by in float32 is what
-ours may be off by.
+Golden is TRL with padding and eager attention in float64, and what SDPA is off by in float32 is
+what ours may be off by.
 """
 
 import sys
