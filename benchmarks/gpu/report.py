@@ -224,10 +224,7 @@ def tables(read_ceiling: float) -> list[Table]:
             "of the default's speed, sums in registers: sequences x tokens",
             "batch_invariant_attempts",
             "",
-            {
-                f"ranges of {keys:,} keys": of_own_default(keys)
-                for keys in (2048, 256)
-            },
+            {f"ranges of {keys:,} keys": of_own_default(keys) for keys in (2048, 256)},
         ),
         Table(
             "cache write, µs: tokens x KV heads x head_dim",
