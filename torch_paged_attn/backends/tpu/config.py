@@ -31,7 +31,6 @@ class Config:
     num_cores: int = 1  # TensorCores that one kernel runs on: 2 on v4 and v5p
     vmem_bytes: int = 100 * MIB  # of VMEM that tiles, blocks and scores may take
     spare_bytes: int = 0  # of VMEM besides these, for what the compiler keeps there
-    low_products_only: bool = False  # vectors have no instruction for high halves of 32 x 32 bits
 
     def bytes_of_launch(
         self,
@@ -156,10 +155,10 @@ CHIPS = {
     "TPU v4": Config(
         block_k=512, step_k=256, tile_rows=128, num_cores=2, vmem_bytes=15 * MIB, spare_bytes=MIB
     ),
-    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
-    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
-    "TPU v5 lite": Config(low_products_only=True),
-    "TPU v5e": Config(low_products_only=True),
+    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB),
+    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB),
+    "TPU v5 lite": Config(),
+    "TPU v5e": Config(),
     "TPU v6 lite": Config(),
     "TPU v6e": Config(),
     "TPU7x": Config(vmem_bytes=56 * MIB),

@@ -133,7 +133,7 @@ class Dropout:
     @property
     def _philox(self) -> Philox:
         low, high, offset = (self.refs.rng[i].astype(jnp.uint32) for i in range(3))
-        return Philox((low, high), offset, self.options.config.low_products_only)
+        return Philox((low, high), offset)
 
     def _counter(self, shape: tuple[int, ...], axis: int) -> Array:
         """The counters of the piece's keys along an axis, repeated if the axis is longer."""
