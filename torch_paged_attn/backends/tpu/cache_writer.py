@@ -26,6 +26,9 @@ FARTHEST = 2**31
 MOST_BUFFERS = 16
 LEAST_BUFFERS = 2
 
+# slots of a tile that are compared at once
+MOST_AT_ONCE = 32
+
 # bytes of VMEM for new rows and tiles
 MOST_BYTES = 10 << 20
 
@@ -179,7 +182,13 @@ class RunWriter:
         def is_neighbour(size: Array) -> Array:
             return (size < room) & (slot_of(token + size) == slot + size)
 
-        size = _while_it_holds(is_neighbour, lambda size: size + 1, jnp.int32(1))
+        known = jnp.int32(1)
+        if self.tile_slots <= MOST_AT_ONCE:
+            # straight-line code for a tile that a prompt fills, instead of a loop over its slots
+            others = [(slot_of(token + i) - i) ^ slot for i in range(1, self.tile_slots)]
+            differs = functools.reduce(jnp.bitwise_or, others)
+            known = jnp.where((room == self.tile_slots) & (differs == 0), room, 1)
+        size = _while_it_holds(is_neighbour, lambda size: size + 1, known)
         return token, jnp.where(token < total, size, 0)
 
     def fetch(self, run: Array, token: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.kernel_arguments import KeyGradientRefs, Options
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
 from torch_paged_attn.backends.tpu.ring import Ring
@@ -30,7 +30,7 @@ def key_gradient_kernel(
 ) -> None:
     """The body that Pallas runs for each tile of keys; `names` are those of `refs` (see
     `launch_gradients.py`)."""
-    named = Refs.named(names, refs)
+    named = KeyGradientRefs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * options.config.num_cores + core
     loader = QueryLoader(named, options, num_tiles)
@@ -44,6 +44,8 @@ def key_gradient_kernel(
 @dataclasses.dataclass(frozen=True)
 class QueryLoader(Ring):
     """Tiles of queries, of their dout and statistics, on their way through a ring of buffers."""
+
+    refs: KeyGradientRefs
 
     @property
     def next_nonempty(self) -> Any:
@@ -91,7 +93,7 @@ class QueryLoader(Ring):
 class KeyGradient:
     """One tile of keys against the tiles of queries that see it."""
 
-    refs: Refs
+    refs: KeyGradientRefs
     loader: QueryLoader
     options: Options
     tile: Array

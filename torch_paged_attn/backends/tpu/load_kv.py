@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.float16 import widen
+from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, KvRefs
 from torch_paged_attn.backends.tpu.ring import Ring
 from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
@@ -27,6 +28,8 @@ class KvLoader(Ring):
     Each buffer has a semaphore for keys, one for values and one for the bias: the interpreter then
     sees a forgotten wait, which two copies on one semaphore would hide.
     """
+
+    refs: KvRefs
 
     @property
     def next_nonempty(self) -> Any:
@@ -102,7 +105,7 @@ class KvLoader(Ring):
         return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        if self.refs.bias_rows is not None:
+        if isinstance(self.refs, ForwardRefs) and self.refs.bias_rows is not None:
             return TokenBias(self.refs, self.options, tile).copy(block, slot)
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
         count = self.refs.bias_buffers.shape[1]

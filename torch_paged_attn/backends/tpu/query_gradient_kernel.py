@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, QueryGradientRefs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
@@ -30,7 +30,7 @@ def query_gradient_kernel(
 ) -> None:
     """The body that Pallas runs for each tile; `names` are those of `refs` (see
     `launch_gradients.py`)."""
-    named = Refs.named(names, refs)
+    named = QueryGradientRefs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * options.config.num_cores + core
     loader = KvLoader(named, options, num_tiles)
@@ -45,7 +45,7 @@ def query_gradient_kernel(
 class QueryGradient:
     """One tile of queries against the blocks of keys that it sees."""
 
-    refs: Refs
+    refs: QueryGradientRefs
     loader: KvLoader
     options: Options
     tile: Array

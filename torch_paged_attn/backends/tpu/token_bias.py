@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
 from torch_paged_attn.backends.tpu.registers import rows_of_tile
 from torch_paged_attn.backends.tpu.softmax import base_2
 
@@ -40,7 +40,7 @@ def readable(bias: Array, tile_q: int, block_k: int) -> Array:
 class TokenBias:
     """The bias of one tile's tokens on blocks of keys."""
 
-    refs: Refs
+    refs: ForwardRefs
     options: Options
     tile: Array
 
