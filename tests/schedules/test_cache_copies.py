@@ -21,8 +21,7 @@ from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from operations import read_operations
 
-from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.functions import blocksparse, flash_varlen
 from torch_paged_attn.backends.tpu.pages import heads_first, packed_shape
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache,

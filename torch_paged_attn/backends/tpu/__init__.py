@@ -1,7 +1,7 @@
 """The TPU backend: the ops in Pallas, as pure JAX functions, and their way to torch.
 
 The files that are named like ops hold functions of these names, which take the op's arguments as
-JAX arrays; `differentiable.py` gives attention its gradients. `binding.py` puts the ops on torch
+JAX arrays; `functions.py` gives attention its gradients. `binding.py` puts the ops on torch
 tensors, `front_ends.py` finds the way to the device. Compiled by the TPU compiler and run by
 Pallas' interpreter; not tested on a TPU.
 """

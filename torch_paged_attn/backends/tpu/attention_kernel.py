@@ -25,13 +25,11 @@ from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kv_pipeline import KvLoader, TokenBias
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.load_kv import KvLoader
-from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
 from torch_paged_attn.backends.tpu.q_out_dma import TokenRows, clear_padding, plan_tiles
-from torch_paged_attn.backends.tpu.scores import Scores
+from torch_paged_attn.backends.tpu.scores import Pieces, Scores, for_heads
 from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
-from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:

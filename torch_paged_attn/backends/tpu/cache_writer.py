@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.registers import LANES, halves_of_words
+from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words
 
 # bytes from one part of a DMA to the next: an int32 in libtpu
 FARTHEST = 2**31

@@ -1,10 +1,17 @@
 """What the attention kernel is given: its refs by name, and what it is compiled for."""
 
 import dataclasses
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.tiles import KeyTiles, Tiles, Window
+
+if TYPE_CHECKING:
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
+
+# heads that are computed on together, and their rows, at most: the latencies of heads hide one
+# another, and their scores lie in VMEM together
+MOST_HEADS = 8
+MOST_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +24,7 @@ class Options:
     block_k: int  # keys of a block: loaded together
     step_k: int  # keys that are computed on together where every row sees all of them
     masked_step_k: int  # and where not: `step_k`, or what is left of it by halving
-    config: Config  # the sizes asked for, the chip's memory and cores
+    config: "Config"  # the sizes asked for, the chip's memory and cores
     softmax_scale: float
     softcap: float  # 0 for none
     window: Window
@@ -69,7 +76,7 @@ class Refs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvRefs(Refs):
-    """Of kernels that keys pass by (`load_kv.py`)."""
+    """Of kernels that keys pass by (`kv_pipeline.py`)."""
 
     table_start: Any = None  # (batch,) first entry of each sequence, if they have different numbers
     table: Any  # page ids, flat, with what a block reads behind the last entry

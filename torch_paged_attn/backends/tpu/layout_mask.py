@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
 from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
-from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES
 from torch_paged_attn.backends.tpu.softmax import across
 from torch_paged_attn.backends.tpu.tiles import Tiles, repeat_tiles
 

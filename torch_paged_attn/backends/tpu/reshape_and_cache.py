@@ -15,10 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.cache_writer import Runs, RunWriter, num_buffers
-from torch_paged_attn.backends.tpu.dtypes import EIGHT_BITS, to_float8
-from torch_paged_attn.backends.tpu.float16 import to_bits
-from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.registers import LANES, rows_of_tile
+from torch_paged_attn.backends.tpu.dtypes import (
+    EIGHT_BITS,
+    LANES,
+    refuse,
+    rows_of_tile,
+    to_bits,
+    to_float8,
+)
 
 # tokens of one launch: their slots lie in the scalar core's memory
 MOST_TOKENS = 1 << 17
