@@ -413,7 +413,7 @@ class Tpu(Runner):
         from jax_arrays import to_torch
         from pallas_oracle import watch
 
-        file = "reshape_and_cache" if op.startswith("reshape") else "functions"
+        file = "cache_write" if op.startswith("reshape") else "functions"
         module = importlib.import_module(f"torch_paged_attn.backends.tpu.{file}")
         function = getattr(module, op)
         results = watch(lambda i: function(*args, interpret=i, **options), "on_wait")

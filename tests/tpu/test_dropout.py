@@ -24,7 +24,7 @@ def test_kernels_keep_what_the_reference_keeps(query_axis, tile_q, keys):
     import jax.numpy as jnp
     import numpy as np
 
-    from torch_paged_attn.backends.tpu.scores import Scores
+    from torch_paged_attn.backends.tpu.kernels.scores import Scores
 
     seed, offset, p = 0x1234_5678_9ABC, 7, 0.3
     words = (seed & 0xFFFFFFFF, seed >> 32, offset)
@@ -50,7 +50,7 @@ def test_high_halves_of_low_ones():
     import jax.numpy as jnp
     import numpy as np
 
-    from torch_paged_attn.backends.tpu.dropout import MULTIPLIERS, mulhilo
+    from torch_paged_attn.backends.tpu.kernels.dropout import MULTIPLIERS, mulhilo
 
     edges = np.array([0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000], np.uint32)
     drawn = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)

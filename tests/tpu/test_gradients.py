@@ -13,7 +13,6 @@ from pallas_oracle import watch
 from same_bits import same_bits
 
 from torch_paged_attn import environment, reference
-from torch_paged_attn.backends.tpu import binding
 from torch_paged_attn.backends.tpu.functions import (
     LSE,
     OUT,
@@ -23,6 +22,7 @@ from torch_paged_attn.backends.tpu.functions import (
     merge_states_backward,
 )
 from torch_paged_attn.backends.tpu.tile_sizes import Config
+from torch_paged_attn.backends.tpu.torch_side import binding
 from torch_paged_attn.testing import TRAINING, Gradients, assert_accurate_gradients, build
 
 # tiles so small that short sequences have several

@@ -11,7 +11,7 @@ from pallas_oracle import observe
 
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.functions import flash_varlen
-from torch_paged_attn.backends.tpu.kv_pipeline import KvLoader
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader
 from torch_paged_attn.backends.tpu.tile_sizes import Config
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 

@@ -8,8 +8,8 @@ from jax_arrays import to_jax, to_torch
 from pallas_oracle import DMA_MODES, watch
 
 from torch_paged_attn import reference
+from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
 from torch_paged_attn.backends.tpu.pages import packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # each way of the DMAs is compiled anew, in seconds: one or two cases of a test have both
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -61,16 +61,16 @@ def test_runs_of_large_rows_have_fewer_buffers(monkeypatch):
     """Heads of 8 numbers at pages of 256 take 1 MiB of VMEM for each run on its way."""
     import jax
 
-    from torch_paged_attn.backends.tpu import cache_writer
+    from torch_paged_attn.backends.tpu.cache_write import run_writer
 
-    assert [cache_writer.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [
+    assert [run_writer.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [
         16,
         16,
         8,
         2,
     ]
     jax.clear_caches()
-    monkeypatch.setattr(cache_writer, "MOST_BYTES", 1)
+    monkeypatch.setattr(run_writer, "MOST_BYTES", 1)
     g = torch.Generator().manual_seed(0)
     key, value = (torch.randn(len(RUNS), 3, 24, generator=g) for _ in range(2))
     kv_cache = torch.zeros(2, 6, 3, 32, 24)

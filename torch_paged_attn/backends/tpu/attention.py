@@ -24,12 +24,12 @@ from torch_paged_attn.backends.tpu.dtypes import (
     refuse,
     to_float8,
 )
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.kv_pipeline import readable
-from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
-from torch_paged_attn.backends.tpu.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
+from torch_paged_attn.backends.tpu.kernels.launch import Modifiers, attend_tiles, attend_tokens
+from torch_paged_attn.backends.tpu.kernels.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan, reads_tokens
 from torch_paged_attn.backends.tpu.tiles import Cut, Heads, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking

@@ -16,13 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 from torch_paged_attn.backends.tpu.attention import lengths_of, rng_words_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, LANES, compute_dtype_of, refuse
-from torch_paged_attn.backends.tpu.gradient_kernels import (
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.gradients import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.kv_pipeline import Cursor
-from torch_paged_attn.backends.tpu.launch import (
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor
+from torch_paged_attn.backends.tpu.kernels.launch import (
     IN_HBM,
     IN_SMEM,
     Memory,
@@ -31,7 +31,7 @@ from torch_paged_attn.backends.tpu.launch import (
     of_sequence,
     of_tile,
 )
-from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
+from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, choose_options
 from torch_paged_attn.backends.tpu.tiles import (
     Cut,

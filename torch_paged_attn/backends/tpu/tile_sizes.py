@@ -13,9 +13,9 @@ from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, compute_dtype_of, numbers_of_word
-from torch_paged_attn.backends.tpu.kernel_arguments import MOST_HEADS, MOST_ROWS, Options
-from torch_paged_attn.backends.tpu.launch import MOST_WORDS
-from torch_paged_attn.backends.tpu.layout_mask import WORD
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_HEADS, MOST_ROWS, Options
+from torch_paged_attn.backends.tpu.kernels.launch import MOST_WORDS
+from torch_paged_attn.backends.tpu.kernels.layout_mask import WORD
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.tiles import Lengths
 

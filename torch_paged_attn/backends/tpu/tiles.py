@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import SUBLANES
-from torch_paged_attn.backends.tpu.softmax import base_2
+from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
 
 @dataclasses.dataclass(frozen=True)

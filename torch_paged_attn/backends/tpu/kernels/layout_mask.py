@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
-from torch_paged_attn.backends.tpu.softmax import across
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.softmax import across
 from torch_paged_attn.backends.tpu.tiles import Tiles, repeat_tiles
 
 WORD = 32

@@ -19,14 +19,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.attention_kernel import (
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.attention import (
     attention_kernel,
     attention_of_tokens_kernel,
 )
-from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.kv_pipeline import Cursor, rows_of_copy
-from torch_paged_attn.backends.tpu.layout_mask import TileLayout, union_of_heads
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
+from torch_paged_attn.backends.tpu.kernels.layout_mask import TileLayout, union_of_heads
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.tiles import Tiles
 

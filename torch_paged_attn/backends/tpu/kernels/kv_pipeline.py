@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import rows_of_tile, widen
-from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, KvRefs, Options, Refs
-from torch_paged_attn.backends.tpu.softmax import base_2
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
+from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
 
 class Cursor(NamedTuple):

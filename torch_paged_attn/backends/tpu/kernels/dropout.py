@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-from torch_paged_attn.backends.tpu.softmax import product
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
+from torch_paged_attn.backends.tpu.kernels.softmax import product
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -19,21 +19,21 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
+from torch_paged_attn.backends.tpu.cache_write import (
+    reshape_and_cache as reshape_and_cache_jax,
+)
+from torch_paged_attn.backends.tpu.cache_write import (
+    reshape_and_cache_split as reshape_and_cache_split_jax,
+)
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
-from torch_paged_attn.backends.tpu.front_ends import DONATING, Run, current
 from torch_paged_attn.backends.tpu.functions import merge_states as merge_states_jax
 from torch_paged_attn.backends.tpu.functions import (
     merge_states_backward as merge_states_backward_jax,
 )
 from torch_paged_attn.backends.tpu.functions import merge_states_list as merge_states_list_jax
-from torch_paged_attn.backends.tpu.reshape_and_cache import (
-    reshape_and_cache as reshape_and_cache_jax,
-)
-from torch_paged_attn.backends.tpu.reshape_and_cache import (
-    reshape_and_cache_split as reshape_and_cache_split_jax,
-)
 from torch_paged_attn.backends.tpu.tile_sizes import Config
-from torch_paged_attn.backends.tpu.torch_tensors import (
+from torch_paged_attn.backends.tpu.torch_side.front_ends import DONATING, Run, current
+from torch_paged_attn.backends.tpu.torch_side.tensors import (
     is_alone,
     is_front_of,
     memory_of,

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words, numbers_of_word
-from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
-from torch_paged_attn.backends.tpu.layout_mask import list_blocks
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
 
 
 def _lanes(parts: int) -> list[tuple[int, Any]]:

@@ -1,6 +1,6 @@
 """`reshape_and_cache` in JAX: tiles of the cache are changed where they lie, by one kernel.
 
-It writes by runs of tokens (`cache_writer.py`). A tile that a run does not fill is read, changed
+It writes by runs of tokens (`run_writer.py`). A tile that a run does not fill is read, changed
 and written back.
 """
 
@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.cache_writer import Runs, RunWriter, num_buffers
+from torch_paged_attn.backends.tpu.cache_write.run_writer import Runs, RunWriter, num_buffers
 from torch_paged_attn.backends.tpu.dtypes import (
     EIGHT_BITS,
     LANES,

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from torch_paged_attn.backends.tpu.dropout import Dropout, kept
 from torch_paged_attn.backends.tpu.dtypes import LANES
-from torch_paged_attn.backends.tpu.kernel_arguments import MOST_HEADS, MOST_ROWS, Options, Refs
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.softmax import LOG2_E
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_HEADS, MOST_ROWS, Options, Refs
+from torch_paged_attn.backends.tpu.kernels.dropout import Dropout, kept
+from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)

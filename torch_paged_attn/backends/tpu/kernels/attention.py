@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from torch_paged_attn.backends.tpu.dropout import kept
-from torch_paged_attn.backends.tpu.kernel_arguments import ForwardRefs, Options
-from torch_paged_attn.backends.tpu.kv_pipeline import KvLoader, TokenBias
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.q_out_dma import TokenRows, clear_padding, plan_tiles
-from torch_paged_attn.backends.tpu.scores import Pieces, Scores, for_heads
-from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.dropout import kept
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, TokenBias
+from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.kernels.q_out_dma import TokenRows, clear_padding, plan_tiles
+from torch_paged_attn.backends.tpu.kernels.scores import Pieces, Scores, for_heads
+from torch_paged_attn.backends.tpu.kernels.softmax import FLOOR, MASKED, Softmax, across, product
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:

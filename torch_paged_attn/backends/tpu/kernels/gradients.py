@@ -22,15 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES
-from torch_paged_attn.backends.tpu.kernel_arguments import (
+from torch_paged_attn.backends.tpu.kernels.arguments import (
     KeyGradientRefs,
     Options,
     QueryGradientRefs,
 )
-from torch_paged_attn.backends.tpu.kv_pipeline import KvLoader, Ring
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.scores import Pieces, Scores, for_heads, score_gradients
-from torch_paged_attn.backends.tpu.softmax import across, product
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, Ring
+from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.kernels.scores import Pieces, Scores, for_heads, score_gradients
+from torch_paged_attn.backends.tpu.kernels.softmax import across, product
 
 
 def query_gradient_kernel(
