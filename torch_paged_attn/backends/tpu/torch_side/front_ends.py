@@ -1,7 +1,7 @@
 """Front ends: packages that put torch tensors on a TPU and run JAX functions on them.
 
 torch_tpu (PyTorch's PrivateUse1 backend named `tpu`) and torch_xla (the XLA key, which AWS Neuron
-shares) carry our ops by dispatch; torchax by registration (`torchax.py`).
+shares) carry our ops by dispatch; torchax by registration (`binding.py`).
 """
 
 import functools

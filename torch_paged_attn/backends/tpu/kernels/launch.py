@@ -1,11 +1,15 @@
-"""The launches of the attention kernels: where each operand lies, and which part a grid step gets.
+"""The launches of kernels: where each operand lies, and which part a grid step gets.
 
 `attend_tiles` is given tiles that XLA has laid out, `attend_tokens` tokens as they lie; the kernels
-compute the same.
+compute the same. The scalar core's memory holds a kernel's tables whole: page ids, lengths, tiles,
+slots. It has 1 MiB on every generation. libtpu says so when it compiles, in words of its own, and
+Pallas' interpreter never does; here a call is refused by name before
+(`tests/schedules/test_limits.py`).
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,18 +19,50 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.attention_kernel import (
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.attention import (
     attention_kernel,
     attention_of_tokens_kernel,
 )
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.layout_mask import TileLayout, union_of_heads
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
+from torch_paged_attn.backends.tpu.kernels.layout_mask import TileLayout, union_of_heads
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.ring import Cursor
-from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import Tiles
-from torch_paged_attn.backends.tpu.token_bias import rows_of_copy
+
+# numbers of 32 bits, without what the compiler keeps there: spilled registers, the grid's indices
+MOST_WORDS = (1 << 18) - (1 << 13)
+
+
+def require_room(
+    op: str,
+    scalars: dict[str, Array],
+    inputs: dict[str, tuple[Array, Any]],
+    scratch: dict[str, Any],
+) -> None:
+    """Raise NotImplementedError, with the largest tables, where a kernel has too many numbers.
+
+    `scalars` lie there whole, and so do `inputs` and `scratch` of that memory; an input that comes
+    by grid steps is there twice.
+    """
+    sizes = {name: _padded(x.shape) for name, x in scalars.items()}
+    for name, (x, spec) in inputs.items():
+        if spec.memory_space == pltpu.SMEM:
+            block = spec.block_shape
+            sizes[name] = _padded(x.shape) if block is None else 2 * _padded(block)
+    for name, x in scratch.items():
+        if getattr(x, "memory_space", None) == pltpu.SMEM:
+            sizes[name] = _padded(x.shape)
+    if (words := sum(sizes.values())) > MOST_WORDS:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        named = ", ".join(f"{name} {sizes[name]}" for name in largest)
+        refuse(op, f"tables of {words} numbers ({named}); supported: {MOST_WORDS}")
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    """Words of an array, whose rows fill whole lanes."""
+    return math.prod(shape[:-1]) * -(-shape[-1] // LANES) * LANES
+
 
 IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
 IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -222,7 +258,7 @@ def attend_tokens(
     Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
     and a row of out begins with the values' width.
 
-    `words` are those of `layout_words`. The bias is `token_bias.readable`.
+    `words` are those of `layout_words`. The bias is `kv_pipeline.readable`.
 
     What an earlier launch has written is in `earlier`, whose memory is given away. `lengths` are
     cu_seqlens_q and the numbers of keys.

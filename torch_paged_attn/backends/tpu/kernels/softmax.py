@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.registers import LANES
+from torch_paged_attn.backends.tpu.dtypes import LANES
 
 # JAX 0.12 has moved it
 reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal

@@ -1,11 +1,15 @@
 """Cache writes by runs: neighbouring tokens whose slots are neighbours in one tile of a page.
 
+A DMA cannot write one row of 16 or 8 bits, which is half or a quarter of a register's row. So what
+is moved is a tile: as many slots as a register has rows, of all heads of a page.
+
 The kernel walks the tokens in their order. One DMA brings a run's rows, another one the tile that
 they belong to, unless they fill it; loads with strides pick a head's rows. Of two tokens for one
 slot the later one is kept, since a tile that is still being written is waited for.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +18,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
-from torch_paged_attn.backends.tpu.registers import LANES, halves_of_words
+from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words
+
+# bytes from one part of a DMA to the next: an int32 in libtpu
+FARTHEST = 2**31
 
 MOST_BUFFERS = 16
 LEAST_BUFFERS = 2
+
+# slots of a tile that are compared at once
+MOST_AT_ONCE = 32
 
 # bytes of VMEM for new rows and tiles
 MOST_BYTES = 10 << 20
@@ -61,15 +70,53 @@ class Place(NamedTuple):
     written: Array  # runs whose write-back has been waited for
 
 
-class RunWriter(CacheWriter):
-    """What is done with a run; `rows` are (buffers, slots of a tile, ...)."""
+def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
+    """Planes of a cache (planes, pages, heads, rows, numbers), and the place of this tile of
+    `height` rows in them: keys and values of one cache together, unless they are too far apart for
+    one DMA.
+    """
+    tiles_per_page = jnp.int32(cache.shape[3] // height)
+    first = pl.multiple_of(lax.rem(tile, tiles_per_page) * height, height)
+    where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, height)
+    planes = range(cache.shape[0])
+    plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
+    some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
+    at = [(which, *where) for which in some]
+    return [(place[0], cache.at[place]) for place in at]
 
-    def __init__(self, *shared: Any, is_elsewhere: Callable[[Array], Array], **options: Any):
-        """`is_elsewhere`: whether the tokens from one on are not written here; runs end before."""
-        super().__init__(*shared, **options)
-        self.read_done, self.write_done, self.rows_done, *runs = self.own
-        self.runs = Runs(*runs)
-        self.is_elsewhere = is_elsewhere
+
+def num_slots(cache: Any, fold: int) -> int:
+    """Slots of a cache whose rows hold `fold` keys each."""
+    return int(cache.shape[1] * cache.shape[3] * fold)
+
+
+class RunWriter:
+    """What is done with the runs of one launch.
+
+    A row of the cache holds `fold` keys, and a new row its numbers as often. `new_hbm` and `rows`
+    are those of keys and of values: (num_tokens, parts of heads, LANES) where heads are of whole
+    lanes, `rows` (buffers, slots of a tile, ...). `tiles` (buffers, planes, heads, rows of a tile,
+    numbers of a row) has a part for each cache.
+    """
+
+    def __init__(self, *refs: Any, num_caches: int, fold: int, interpret: Any) -> None:
+        """`refs`: slots, new rows, the caches twice (they are written in place), and scratch."""
+        self.slots, *self.new_hbm = refs[:3]
+        refs = refs[3 + num_caches :]
+        self.caches, self.tiles = refs[:num_caches], refs[num_caches : 2 * num_caches]
+        refs = refs[2 * num_caches :]
+        self.rows, (self.read_done, self.write_done, self.rows_done) = refs[:2], refs[2:5]
+        self.runs = Runs(*refs[5:])
+        self.fold, self.interpret = fold, interpret
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile."""
+        return int(self.tiles[0].shape[-2])
+
+    @property
+    def tile_slots(self) -> int:
+        return self.height * self.fold
 
     @property
     def num_buffers(self) -> int:
@@ -135,9 +182,14 @@ class RunWriter(CacheWriter):
         def is_neighbour(size: Array) -> Array:
             return (size < room) & (slot_of(token + size) == slot + size)
 
-        size = _while_it_holds(is_neighbour, lambda size: size + 1, jnp.int32(1))
-        is_run = (token < total) & ~self.is_elsewhere(token)
-        return token, jnp.where(is_run, size, 0)
+        known = jnp.int32(1)
+        if self.tile_slots <= MOST_AT_ONCE:
+            # straight-line code for a tile that a prompt fills, instead of a loop over its slots
+            others = [(slot_of(token + i) - i) ^ slot for i in range(1, self.tile_slots)]
+            differs = functools.reduce(jnp.bitwise_or, others)
+            known = jnp.where((room == self.tile_slots) & (differs == 0), room, 1)
+        size = _while_it_holds(is_neighbour, lambda size: size + 1, known)
+        return token, jnp.where(token < total, size, 0)
 
     def fetch(self, run: Array, token: Array) -> Array:
         """Find a run, and start the copies of its tile and its rows; the token behind it."""
@@ -228,15 +280,14 @@ class RunWriter(CacheWriter):
         groups = [found[i : i + each] for i in range(0, len(found), each)]
         return [x[0] if each == 1 else jnp.concatenate(x, axis=1) for x in groups]
 
-    def walk(self, token: Array) -> Array:
-        """Write the runs from this token on; the token behind them."""
+    def walk(self) -> None:
+        """Write all runs."""
         for i in range(self.num_buffers):
             self.runs.tile[i] = jnp.int32(-1)
-        token = lax.fori_loop(0, self.ahead, self.fetch, token)
+        token = lax.fori_loop(0, self.ahead, self.fetch, jnp.int32(0))
 
         def is_run(at: Place) -> Array:
             return self.runs.size[lax.rem(at.run, jnp.int32(self.num_buffers))] > 0
 
         end = _while_it_holds(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
         self.wait_for_writes(end.written, end.run)
-        return end.token

@@ -2,7 +2,8 @@
 
 A front end (`front_ends.py`) runs JAX functions of arrays on its tensors. It caches what it has
 compiled by the identity of the function, so there is one function, kept, for each combination of
-static arguments and of tensors that are given.
+static arguments and of tensors that are given. torchax has no front end: `register_torchax()` once,
+then call.
 """
 
 import dataclasses
@@ -18,22 +19,29 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
-from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
-from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.front_ends import DONATING, Run, current
-from torch_paged_attn.backends.tpu.merge_states import merge_states as merge_states_jax
-from torch_paged_attn.backends.tpu.merge_states import merge_states_list as merge_states_list_jax
-from torch_paged_attn.backends.tpu.merge_states_backward import (
-    merge_states_backward as merge_states_backward_jax,
-)
-from torch_paged_attn.backends.tpu.reshape_and_cache import (
+from torch_paged_attn.backends.tpu.cache_write import (
     reshape_and_cache as reshape_and_cache_jax,
 )
-from torch_paged_attn.backends.tpu.reshape_and_cache import (
+from torch_paged_attn.backends.tpu.cache_write import (
     reshape_and_cache_split as reshape_and_cache_split_jax,
 )
-from torch_paged_attn.backends.tpu.shape_padding import pad_attention, pad_results, pad_tokens
-from torch_paged_attn.backends.tpu.torch_aliasing import is_alone, is_front_of, memory_of, whole_of
+from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
+from torch_paged_attn.backends.tpu.functions import merge_states as merge_states_jax
+from torch_paged_attn.backends.tpu.functions import (
+    merge_states_backward as merge_states_backward_jax,
+)
+from torch_paged_attn.backends.tpu.functions import merge_states_list as merge_states_list_jax
+from torch_paged_attn.backends.tpu.tile_sizes import Config
+from torch_paged_attn.backends.tpu.torch_side.front_ends import DONATING, Run, current
+from torch_paged_attn.backends.tpu.torch_side.tensors import (
+    is_alone,
+    is_front_of,
+    memory_of,
+    pad_attention,
+    pad_results,
+    pad_tokens,
+    whole_of,
+)
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -240,3 +248,29 @@ def merge_states_list(
     """As in the op."""
     dtype = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
     return _run(run, merge_states_list_jax, [list(outs), list(lses)], 2, out_dtype=dtype)
+
+
+def register_torchax() -> None:
+    """Let torchax answer `torch.ops.paged_attn.*`, in its environments from now on."""
+    from torchax.ops import ops_registry
+
+    packets = torch.ops.paged_attn
+    ops: dict[Any, Callable[..., Any]] = {
+        packets.flash_varlen.default: flash_varlen,
+        packets.blocksparse.default: blocksparse,
+        packets.reshape_and_cache.default: reshape_and_cache,
+        packets.reshape_and_cache.split: reshape_and_cache_split,
+        packets.merge_states.default: merge_states,
+        packets.merge_states.list: merge_states_list,
+        packets.flash_varlen_backward.default: flash_varlen_backward,
+        packets.merge_states_backward.default: merge_states_backward,
+    }
+    for op, function in ops.items():
+        implementation = functools.partial(function, run=_run_torchax)
+        ops_registry.register_torch_dispatch_op(op, implementation, is_jax_function=False)
+
+
+def _run_torchax(function: Callable[..., Any], tensors: list[Tensor], _outputs: int) -> Any:
+    from torchax import interop
+
+    return interop.call_jax(function, *tensors)

@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-from torch_paged_attn.backends.tpu.layout_mask import list_blocks
-from torch_paged_attn.backends.tpu.registers import LANES, halves_of_words, numbers_of_word
+from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words, numbers_of_word
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
 
 
 def _lanes(parts: int) -> list[tuple[int, Any]]:
@@ -24,7 +24,7 @@ def _lanes(parts: int) -> list[tuple[int, Any]]:
     return [(i, pl.ds(i * LANES, LANES)) for i in range(parts)]
 
 
-def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
+def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
     """Write `refs.tiles`, and how many there are, of the sequences that the launch is for."""
     tiles, window, tile_q = refs.tiles, options.window, options.tile_q
     num_cores = options.config.num_cores
@@ -80,7 +80,7 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
 class TokenRows:
     """The tokens of one launch's tiles on their way between HBM and the rows of KV heads."""
 
-    refs: Refs
+    refs: ForwardRefs
     options: Options
     tile: Array
 
@@ -256,7 +256,7 @@ class TokenRows:
         self._move("results", "wait")
 
 
-def clear_padding(refs: Refs, options: Options, absent: float) -> None:
+def clear_padding(refs: ForwardRefs, options: Options, absent: float) -> None:
     """Tokens behind the last sequence: zeros, and `absent` for lse."""
     total_q, size = refs.out_hbm.shape[0], options.tile_q
     first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]

@@ -1,8 +1,7 @@
 """`reshape_and_cache` in JAX: tiles of the cache are changed where they lie, by one kernel.
 
-It walks the tokens in their order. Those that fill whole tiles, as a prompt's do, are written by
-groups of tiles (`write_full.py`), the others by runs, whose tiles are read, changed and written
-back (`write_partial.py`). Neither begins before the writes of the other have ended.
+It writes by runs of tokens (`run_writer.py`). A tile that a run does not fill is read, changed
+and written back.
 """
 
 import functools
@@ -15,13 +14,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu import write_full, write_partial
-from torch_paged_attn.backends.tpu.dtypes import EIGHT_BITS, to_float8
-from torch_paged_attn.backends.tpu.float16 import to_bits
-from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.registers import LANES, rows_of_tile
-from torch_paged_attn.backends.tpu.write_full import GroupWriter
-from torch_paged_attn.backends.tpu.write_partial import RunWriter
+from torch_paged_attn.backends.tpu.cache_write.run_writer import Runs, RunWriter, num_buffers
+from torch_paged_attn.backends.tpu.dtypes import (
+    EIGHT_BITS,
+    LANES,
+    refuse,
+    rows_of_tile,
+    to_bits,
+    to_float8,
+)
 
 # tokens of one launch: their slots lie in the scalar core's memory
 MOST_TOKENS = 1 << 17
@@ -33,26 +34,8 @@ def _has_tiles(key: Array, cache: Array) -> bool:
     return cache.shape[-2] % rows_of_tile(cache.dtype) == 0 or is_packed
 
 
-def _write_kernel(*refs: Any, caches: int, has_groups: bool, **options: Any) -> None:
-    """`refs`: slots, new rows, `caches` caches twice (aliased), then what runs need, and groups."""
-    slots, refs = refs[0], refs[1:]
-    new_hbm, refs = refs[:2], refs[2 + caches :]
-    shared = slots, new_hbm, refs[:caches]
-    refs = refs[caches:]
-    of_runs = caches + 2 + 3 + len(write_partial.Runs._fields)
-    if not has_groups:
-        no_group = functools.partial(jnp.full_like, fill_value=False, dtype=jnp.bool_)
-        RunWriter(*shared, refs, is_elsewhere=no_group, **options).walk(jnp.int32(0))
-        return
-    groups = GroupWriter(*shared, refs[of_runs:], **options)
-    runs = RunWriter(*shared, refs[:of_runs], is_elsewhere=groups.is_group, **options)
-
-    def walk(token: Array) -> Array:
-        token = groups.walk(token)
-        is_left = (token < slots.shape[0]).astype(jnp.int32)
-        return lax.fori_loop(0, is_left, lambda _, token: runs.walk(token), token)
-
-    lax.while_loop(lambda token: token < slots.shape[0], walk, jnp.int32(0))
+def _write_kernel(*refs: Any, **options: Any) -> None:
+    RunWriter(*refs, **options).walk()
 
 
 def _write(
@@ -78,23 +61,13 @@ def _launch(
         new = tuple(jnp.tile(x, (1, 1, fold)) for x in new)
     height = math.gcd(rows_of_tile(caches[0].dtype), page_rows)
     new = tuple(map(_as_words, new))
-    buffers = _buffers_of_runs(new, caches, height, fold)
-    num_tiles = write_full.tiles_of_group(max(_tile_bytes(new, caches, height, fold)))
-    has_groups = 0 < num_tiles * height * fold <= slots.shape[0]
-    if has_groups:
-        buffers += _buffers_of_groups(new, caches, height, fold, num_tiles)
+    buffers = _buffers(new, caches, height, fold)
     somewhere = pl.BlockSpec(memory_space=pl.ANY)
     if not interpret:
         # XLA would bring them to VMEM, if they fit, from where a kernel copies register by register
         new = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in new)
     written = pl.pallas_call(
-        functools.partial(
-            _write_kernel,
-            caches=len(caches),
-            has_groups=has_groups,
-            fold=fold,
-            interpret=interpret,
-        ),
+        functools.partial(_write_kernel, num_caches=len(caches), fold=fold, interpret=interpret),
         out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -115,46 +88,21 @@ def _launch(
     return tuple(cache.reshape(shape) for cache, shape in zip(written, shapes, strict=True))
 
 
-def _buffers_of_runs(
+def _buffers(
     new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
 ) -> list[Any]:
-    """Tiles and rows, semaphores, and what is known of each run."""
-    count = write_partial.num_buffers(sum(_tile_bytes(new, caches, height, fold)))
+    """Tiles of all planes and heads, and the new rows for them; semaphores, and what is known of
+    each run.
+    """
+    tiles = [(cache.shape[0], cache.shape[2], height, cache.shape[4]) for cache in caches]
+    rows = [(height * fold, *x.shape[1:]) for x in new]
+    buffers = list(zip((*tiles, *rows), (x.dtype for x in (*caches, *new)), strict=True))
+    count = num_buffers(sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers))
     return [
-        *[pltpu.VMEM((count, *_tile(cache, height)), cache.dtype) for cache in caches],
-        *[pltpu.VMEM((count, height * fold, *x.shape[1:]), x.dtype) for x in new],
+        *[pltpu.VMEM((count, *shape), dtype) for shape, dtype in buffers],
         *[pltpu.SemaphoreType.DMA((count,))] * 3,
-        *[pltpu.SMEM((count,), jnp.int32) for _ in write_partial.Runs._fields],
+        *[pltpu.SMEM((count,), jnp.int32) for _ in Runs._fields],
     ]
-
-
-def _buffers_of_groups(
-    new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int, num_tiles: int
-) -> list[Any]:
-    """Tiles and rows, semaphores, and what is known of each group."""
-    count, num_tokens = write_full.NUM_BUFFERS, num_tiles * height * fold
-    return [
-        *[pltpu.VMEM((count, num_tiles, *_tile(cache, height)), cache.dtype) for cache in caches],
-        *[pltpu.VMEM((count, num_tokens, *x.shape[1:]), x.dtype) for x in new],
-        *[pltpu.SemaphoreType.DMA((count,))] * 2,
-        pltpu.SMEM((count * num_tiles,), jnp.int32),
-        pltpu.SMEM((count,), jnp.int32),
-    ]
-
-
-def _tile(cache: Array, height: int) -> tuple[int, ...]:
-    """A tile of all planes and heads."""
-    planes, _, heads, _, width = cache.shape
-    return planes, heads, height, width
-
-
-def _tile_bytes(
-    new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
-) -> tuple[int, int]:
-    """Of the tiles of keys and values, and of the new rows for them."""
-    stored = sum(math.prod(_tile(cache, height)) * cache.dtype.itemsize for cache in caches)
-    rows = sum(height * fold * math.prod(x.shape[1:]) * x.dtype.itemsize for x in new)
-    return stored, rows
 
 
 def _as_words(new: Array) -> Array:

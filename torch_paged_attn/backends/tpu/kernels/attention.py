@@ -23,20 +23,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from torch_paged_attn.backends.tpu.dropout import kept
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.load_kv import KvLoader
-from torch_paged_attn.backends.tpu.masked_subblocks import Pieces, for_heads
-from torch_paged_attn.backends.tpu.q_out_dma import TokenRows, clear_padding, plan_tiles
-from torch_paged_attn.backends.tpu.scores import Scores
-from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
-from torch_paged_attn.backends.tpu.token_bias import TokenBias
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.dropout import kept
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, TokenBias
+from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.kernels.q_out_dma import TokenRows, clear_padding, plan_tiles
+from torch_paged_attn.backends.tpu.kernels.scores import Pieces, Scores, for_heads
+from torch_paged_attn.backends.tpu.kernels.softmax import FLOOR, MASKED, Softmax, across, product
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
     """What Pallas runs for each tile; `names` are those of `refs` (see `launch.py`)."""
-    named = Refs.named(names, refs)
+    named = ForwardRefs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * options.config.num_cores + core
     loader = KvLoader(named, options, num_tiles)
@@ -55,7 +53,7 @@ def attention_of_tokens_kernel(
     *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
 ) -> None:
     """The same with tokens as they lie. It cuts its tiles itself, `num_tiles` at most."""
-    named = Refs.named(names, refs)
+    named = ForwardRefs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     num_cores = options.config.num_cores
     tile = step * num_cores + core
@@ -88,7 +86,7 @@ def attention_of_tokens_kernel(
 class TileAttention:
     """One tile against the blocks of keys that it sees."""
 
-    refs: Refs
+    refs: ForwardRefs
     loader: KvLoader
     softmax: Softmax
     options: Options
