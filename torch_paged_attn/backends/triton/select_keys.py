@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper import index_scores as hopper
 from torch_paged_attn.backends.triton.portable import selected
 from torch_paged_attn.backends.triton.portable.index_scores import (
     _index_scores_kernel,
@@ -84,22 +85,26 @@ def _select(
     count = rows.stop - rows.start
     scores = torch.empty((count, call.groups, num_keys), dtype=torch.float32, device=device)
     weights = None if call.weights is None else call.weights.float().contiguous()
-    # sequences of few tokens share no keys with others
-    tokens = min(MOST_TOKENS, cdiv(attention.total_q, attention.batch))
-    Launch(
-        _index_scores_kernel,
-        (cdiv(count, tokens), call.groups, cdiv(num_keys, options.BLOCK_N)),
-        first_row=rows.start,
-        stop_row=rows.stop,
-        tokens=tokens,
-        num_keys=num_keys,
-        **shared,
-        IS_RELU=call.score == "relu",
-        AT_ONCE=min(at_once, next_power_of_2(tokens)),
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )(pointers, weights, scores)
+    is_relu = call.score == "relu"
+    if (hopper.unsupported(attention) or hopper.unprofitable(attention)) is None:
+        hopper.score(attention, rows, is_relu, weights, scores)
+    else:
+        # sequences of few tokens share no keys with others
+        tokens = min(MOST_TOKENS, cdiv(attention.total_q, attention.batch))
+        Launch(
+            _index_scores_kernel,
+            (cdiv(count, tokens), call.groups, cdiv(num_keys, options.BLOCK_N)),
+            first_row=rows.start,
+            stop_row=rows.stop,
+            tokens=tokens,
+            num_keys=num_keys,
+            **shared,
+            IS_RELU=is_relu,
+            AT_ONCE=min(at_once, next_power_of_2(tokens)),
+            STAGES=config.num_stages,
+            num_warps=config.num_warps,
+            num_stages=1,
+        )(pointers, weights, scores)
     num_units = cdiv(num_keys, call.select_size)
     if call.select_size > 1:
         pooled = torch.empty((count, call.groups, num_units), dtype=torch.float32, device=device)
