@@ -1,5 +1,6 @@
 """Scores of index queries on index keys on Hopper, for `select_keys`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -75,22 +76,23 @@ def options_of(call: AttentionCall, is_relu: bool) -> IndexOptions:
     )
 
 
-def score(
-    call: AttentionCall, rows: slice, is_relu: bool, weights: Tensor | None, scores: Tensor
-) -> None:
-    """Write the scores `(rows, G, num_keys)` of some rows of a call for which `unsupported` has no
-    reason. weights: contiguous, in float32.
+def plan_scores(
+    call: AttentionCall, rows: slice, is_relu: bool, num_keys: int
+) -> Callable[[dict[str, Tensor], Tensor | None, Tensor], None]:
+    """A function that writes the scores `(rows, G, num_keys)` of some rows of calls like this one,
+    for which `unsupported` has no reason. It takes the tensors by their names, weights in float32,
+    contiguous, and the tensor for scores.
     """
     from torch_paged_attn.backends.triton.hopper.index_kernel import _hopper_index_scores_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
     options, table, k = options_of(call, is_relu), call.block_table, call.k
     pieces = cdiv(rows.stop - rows.start, options.TOKENS) * options.GROUPS
-    pieces *= cdiv(scores.shape[2], CHUNK)
+    pieces *= cdiv(num_keys, CHUNK)
     sizes = IndexSizes(
         first_row=rows.start,
         stop_row=rows.stop,
-        num_keys=scores.shape[2],
+        num_keys=num_keys,
         batch=call.batch,
         num_rows=k.shape[0],
         max_pages=0 if table is None else table.shape[1],
@@ -100,22 +102,17 @@ def score(
     of_keys: dict[str, Any] = {"rows": options.BOX_ROWS, "heads": 1, "width": options.WIDTH}
     q_boxes = ragged_rows(call.q, options.TOKENS, options.GROUP_SIZE, options.WIDTH)
     k_boxes = ragged_rows(k[0].transpose(0, 1) if call.is_paged else k, **of_keys)
-    Launch(
+    launch = Launch(
         _hopper_index_scores_kernel,
         (min(pieces, target_of(call.q.device).multiprocessors),),
         **sizes._asdict(),
         OPTIONS=options,
         num_warps=4,
-    )(
-        q_boxes.at(call.q.data_ptr()),
-        k_boxes.at(k.data_ptr()),
-        IndexPointers(
-            weights=weights,
-            scores=scores,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            seqused_k=call.seqused_k,
-            block_table=table,
-            q_position=call.q_position,
-        ),
     )
+
+    def start(found: dict[str, Tensor], weights: Tensor | None, scores: Tensor) -> None:
+        named = {name: found.get(name) for name in IndexPointers._fields}
+        pointers = IndexPointers(**named | {"weights": weights, "scores": scores})
+        launch(q_boxes.at(found["q"].data_ptr()), k_boxes.at(found["k"].data_ptr()), pointers)
+
+    return start
