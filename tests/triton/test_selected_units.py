@@ -11,12 +11,12 @@ from covering import every_other
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import unit_lists
 from torch_paged_attn.backends.triton.hopper import selected_units
 from torch_paged_attn.backends.triton.hopper.unit_arguments import UnitCombinePointers
 from torch_paged_attn.backends.triton.hopper.unit_combine import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
 from torch_paged_attn.backends.triton.unit_items import UnitLists
+from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
 from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
 
@@ -52,7 +52,7 @@ PROBLEMS = {
 
 def _new_lists(problem: Problem, rows: slice, device: torch.device) -> UnitLists:
     """The lists that kernels on a device make, on the CPU."""
-    lists = unit_lists.make_unit_lists(hopper_call(problem, device), HOPPER, rows, MOST, 2)
+    lists = make_unit_lists(hopper_call(problem, device), HOPPER, rows, MOST, 2)
     return UnitLists(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in lists))
 
 
@@ -73,13 +73,8 @@ def _items(lists: UnitLists) -> list[Item]:
     return [Item(*words) for words in lists.items[: int(lists.num_items)].tolist()]
 
 
-@pytest.mark.parametrize(
-    ("name", "span"), [*((x, 2048) for x in PROBLEMS), ("m3_nhd", 8), ("packed", 8), ("slots", 8)]
-)
-def test_lists_name_each_seen_unit_once(name, span, device, monkeypatch):
-    if span == 8:  # so that these tokens are in several
-        for constant, value in ("TOKENS", 4), ("SPAN", span), ("LEAST_ENTRIES", 0):
-            monkeypatch.setattr(unit_lists, constant, value)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_lists_name_each_seen_unit_once(name, device):
     call = hopper_call(PROBLEMS[name])
     size, groups = call.selection.select_size, call.num_kv_heads
     lists = _new_lists(PROBLEMS[name], slice(0, call.total_q), device)
@@ -90,7 +85,6 @@ def test_lists_name_each_seen_unit_once(name, span, device, monkeypatch):
     assert torch.equal(lists.buckets[:total] >= 0, counts)
     assert (lists.buckets[total:] < 0).all()
     found = []
-    of_token = units.shape[2] * groups
     for item in _items(lists):
         assert 0 < item.count <= MOST
         of_item = slice(item.first, item.first + item.count)
@@ -100,7 +94,6 @@ def test_lists_name_each_seen_unit_once(name, span, device, monkeypatch):
                 entry // units.shape[2] % groups,
                 entry % units.shape[2],
             )
-            assert token // span == lists.entries[item.first] // of_token // span
             assert row == token and item.head == group and item.unit == units[token, group, k]
             seen = int(is_seen[token, group, k].sum())
             assert seen == min(int(lists.last_keys[token]) + 1 - item.unit * size, size)
@@ -110,11 +103,10 @@ def test_lists_name_each_seen_unit_once(name, span, device, monkeypatch):
                 assert call.cu_seqlens_q[item.batch] <= token < call.cu_seqlens_q[item.batch + 1]
             found.append(entry)
     assert sorted(found) == counts.flatten().nonzero().flatten().tolist()
-    buckets: dict[tuple[int, ...], list[Item]] = {}
+    keys = {(x.batch, x.head, x.unit): [] for x in _items(lists)}
     for item in _items(lists):
-        place = int(lists.entries[item.first]) // of_token // span
-        buckets.setdefault((item.batch, item.head, item.unit, place), []).append(item)
-    for items in buckets.values():
+        keys[item.batch, item.head, item.unit].append(item)
+    for items in keys.values():
         # equal words, and as few items as there can be
         assert len({(x.stop, x.is_cut) for x in items}) == 1
         assert len(items) == -(-sum(x.count for x in items) // MOST)

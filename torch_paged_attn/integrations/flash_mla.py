@@ -186,7 +186,11 @@ def flash_mla_with_kvcache(
                 check_shape(name, f"{extra}topk_length", lengths, (batch,), "(batch,)")
                 counts = lengths.repeat_interleave(s_q)[:, None]
             slots = slots.flatten(0, 1)[:, None]
-            listed = {"key_indices": slots, "cu_seqlens_q": bounds, "num_selected": counts}
+            listed: dict[str, Any] = {
+                "key_indices": slots,
+                "cu_seqlens_q": bounds,
+                "num_selected": counts,
+            }
             parts.append(selected_attention(**given, **listed, **options))
     out, lse = _finished(name, rows, parts, attn_sink)
     return out.unflatten(0, (batch, s_q)), lse.unflatten(1, (batch, s_q)).transpose(0, 1)

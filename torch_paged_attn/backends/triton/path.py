@@ -134,7 +134,7 @@ def _selected(op: str, call: Any) -> Path:
 def _units(call: AttentionCall) -> Path:
     """Units that are read once for all tokens that name them."""
     options, target = selected_units.options_of(call), target_of(call.q.device)
-    details = {
+    details: dict[str, Any] = {
         "target": target.arch,
         "hopper": {
             "queries_per_tile": options.TOKENS,

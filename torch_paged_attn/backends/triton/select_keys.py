@@ -140,6 +140,7 @@ def _plan_rows(
     new = functools.partial(Allocation, dtype=torch.float32, device=call.q.device)
     new_scores = new((count, groups, num_keys))
     is_relu = call.score == "relu"
+    score: Callable[..., None]
     by_hopper = (hopper.unsupported(attention) or hopper.unprofitable(attention)) is None
     if by_hopper:
         score = hopper.plan_scores(attention, rows, is_relu, num_keys)
@@ -195,7 +196,7 @@ def _plan_rows(
         ids: Tensor, counts: Tensor,
     ) -> None:  # fmt: skip
         scores = new_scores()
-        score(*((found,) if by_hopper else (pointers,)), weights, scores)
+        score(found if by_hopper else pointers, weights, scores)
         if new_pooled is not None:
             pooled = new_pooled()
             pool(pointers, scores, pooled)

@@ -2,9 +2,9 @@
 of work for kernels that read a unit once for all of its tokens.
 
 An *entry* is a place in `key_indices`, numbered as there; a *bucket* is a unit of one sequence and
-one KV head, for a span of tokens. The rank of an entry in its bucket comes from an atomic counter,
-so the order of a bucket's entries may change from call to call: nothing may depend on it. Nothing
-is read on the host.
+one KV head. The rank of an entry in its bucket comes from an atomic counter, so the order of a
+bucket's entries may change from call to call: nothing may depend on it. Nothing is read on the
+host.
 """
 
 from typing import Any, NamedTuple
@@ -37,9 +37,6 @@ TOKENS, ENTRIES = 32, 1024
 # buckets that are added up at a time, if there are so few, and if there are more: their number
 # follows that of the keys, and a user would wait for a kernel for each power of two
 FEW_BUCKETS, BUCKETS = 512, 4096
-# tokens whose queries stay in the chip's cache while all units of a KV head are visited. Those that
-# follow have other buckets, if a bucket then has this many entries
-SPAN, LEAST_ENTRIES = 2048, 32
 # larger than every position
 FAR = tl.constexpr(2**30)
 
@@ -58,21 +55,12 @@ class EntryPointers(NamedTuple):
     items: Any
 
 
-def buckets_of(call: AttentionCall, spans: int) -> int:
-    """The number of buckets of so many spans of tokens."""
+def buckets_of(call: AttentionCall) -> int:
+    """The number of buckets."""
     selection = call.selection
     assert selection is not None
     sequences = 1 if call.is_slots else max(call.batch, 1)
-    return selection.key_indices.shape[1] * sequences * spans * units_of(call)
-
-
-def span_of(call: AttentionCall) -> int:
-    """Tokens that may share a bucket."""
-    selection = call.selection
-    assert selection is not None
-    sequences = 1 if call.is_slots else max(call.batch, 1)
-    least = LEAST_ENTRIES * sequences * units_of(call) // max(selection.key_indices.shape[2], 1)
-    return max(SPAN, cdiv(least, TOKENS) * TOKENS)
+    return selection.key_indices.shape[1] * sequences * units_of(call)
 
 
 def make_unit_lists(
@@ -84,9 +72,7 @@ def make_unit_lists(
     selection, device = call.selection, call.q.device
     assert selection is not None
     _, groups, entries = selection.key_indices.shape
-    count, span = rows.stop - rows.start, span_of(call)
-    spans = cdiv(count, span)
-    num_buckets = buckets_of(call, spans)
+    count, num_buckets = rows.stop - rows.start, buckets_of(call)
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -108,7 +94,6 @@ def make_unit_lists(
         first_row=rows.start,
         stop_row=rows.stop,
         units=units,
-        span=span,
         num_buckets=num_buckets,
         **sizes._asdict(),
         strides=selected.strides_of(call),
@@ -134,7 +119,6 @@ def make_unit_lists(
         of_token=groups * entries,
         units=units,
         sequences=1 if call.is_slots else max(call.batch, 1),
-        spans=spans,
         num_buckets=num_buckets,
         SELECT_SIZE=selection.select_size,
         MOST=most,
@@ -157,14 +141,11 @@ def make_unit_lists(
 
 
 @triton.jit(
-    do_not_specialize=(
-        *("first_row", "stop_row", "units", "span", "num_buckets"),
-        *SelectedSizes._fields,
-    )
+    do_not_specialize=("first_row", "stop_row", "units", "num_buckets", *SelectedSizes._fields)
 )
 def _count_units_kernel(
     pointers, counters_ptr, buckets_ptr, ranks_ptr, last_keys_ptr,
-    first_row, stop_row, units, span, num_buckets,
+    first_row, stop_row, units, num_buckets,
     total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
     max_pages, splits,
     strides, scalars,
@@ -178,13 +159,10 @@ def _count_units_kernel(
     SELECT_SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
     group = tl.program_id(1)
     row = first_row + tl.program_id(0) * TOKENS
+    stop_row = tl.minimum(stop_row, row + TOKENS)
     sequences = sizes.batch
     if OPTIONS.IS_SLOTS:
         sequences = 1
-    # a program's tokens are in one
-    number = (row - first_row) // span
-    spans = (stop_row - first_row + span - 1) // span
-    stop_row = tl.minimum(stop_row, row + TOKENS)
     entry = tl.arange(0, K)[None, :]
     is_entry = entry < sizes.entries
     while row < stop_row:
@@ -219,8 +197,7 @@ def _count_units_kernel(
         counts = (unit >= 0) & (unit < units)
         unit = tl.where(counts, unit, 0)
         counts = counts & (unit * SELECT_SIZE < stop[:, None])
-        first_bucket = ((group * sequences + sequence) * spans + number) * units
-        bucket = tl.where(counts, first_bucket + unit, -1)
+        bucket = tl.where(counts, (group * sequences + sequence) * units + unit, -1)
         rank = tl.atomic_add(counters_ptr + bucket, 1, mask=counts, sem="relaxed")
         reach = tl.minimum(stop[:, None], (unit + 1) * SELECT_SIZE)
         # most entries change nothing, and need no atomic
@@ -258,12 +235,10 @@ def _start_buckets_kernel(
 
 
 @triton.jit(
-    do_not_specialize=(
-        *("total", "first_row", "of_token", "units", "sequences", "spans", "num_buckets"),
-    )
+    do_not_specialize=("total", "first_row", "of_token", "units", "sequences", "num_buckets")
 )
 def _order_entries_kernel(
-    pointers, total, first_row, of_token, units, sequences, spans, num_buckets,
+    pointers, total, first_row, of_token, units, sequences, num_buckets,
     SELECT_SIZE: tl.constexpr, MOST: tl.constexpr, MULTIPLE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Put entries that count, and their query rows, where their buckets are. Entry number
@@ -283,7 +258,7 @@ def _order_entries_kernel(
     item = tl.load(pointers.first_items + bucket, mask=begins, other=0) + rank
     stop = tl.load(pointers.counters + num_buckets + bucket, mask=begins, other=0)
     least = FAR - tl.load(pointers.counters + 2 * num_buckets + bucket, mask=begins, other=0)
-    unit, of_head = bucket % units, bucket // units // spans
+    unit, of_head = bucket % units, bucket // units
     item_ptr = pointers.items + item.to(tl.int64) * ITEM_WORDS
     tl.store(item_ptr + FIRST, start + rank * length, mask=begins)
     tl.store(item_ptr + COUNT, tl.minimum(count - rank * length, length), mask=begins)

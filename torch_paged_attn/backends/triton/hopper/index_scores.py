@@ -23,8 +23,8 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 
 # queries, token by head, of a tile; heads of a group, and widths, that the kernel has tiles for
-COLUMNS, GROUPS, WIDTHS = 256, (16, 32, 64, 128), (64, 128)
-CONSUMERS, Q_STAGES, KEY_STAGES, REGISTERS = 2, 2, 5, 240
+COLUMNS, GROUPS, WIDTHS = 128, (16, 32, 64, 128), (64, 128)
+CONSUMERS, Q_STAGES, KEY_STAGES, REGISTERS = 3, 2, 8, 160
 # tiles of tokens of a sequence, on average, from which on they are filled well enough
 LEAST_TILES = 4
 

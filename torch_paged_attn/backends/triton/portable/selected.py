@@ -76,7 +76,10 @@ def config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     """The tiles of a call."""
     itemsize = formats_of(call, target, False).product.primitive_bitwidth // 8
     dims = max(call.head_dim, call.head_dim_v)
-    return choose_selected_config(target, call.group_size, dims, itemsize)
+    config = choose_selected_config(target, call.group_size, dims, itemsize)
+    if is_by_column(call.v_descale, call.v) and not target.is_hip:
+        return dataclasses.replace(config, num_warps=8)  # scales take registers
+    return config
 
 
 def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:

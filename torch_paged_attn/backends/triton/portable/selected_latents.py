@@ -81,8 +81,8 @@ def _selected_latents_kernel(
     kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
     token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
     queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
-    offsets = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
-    latents = _load_groups(pointers.q_latent, offsets, queries.exists, Q_FORMAT, OPTIONS)
+    q_rows = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
+    latents = _load_groups(pointers.q_latent, q_rows, queries.exists, Q_FORMAT, OPTIONS)
 
     keys = token.count * OPTIONS.SELECT_SIZE
     begin = tl.zeros([], tl.int32)
@@ -98,20 +98,20 @@ def _selected_latents_kernel(
     units = _units(GROUPS, BLOCK_M)
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
-        offsets = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
+        k_rows = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
         k = load_chunks(
-            pointers.k, offsets, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
+            pointers.k, k_rows, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
             K_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
-        offsets = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
-        v = _load_groups(pointers.v, offsets, is_seen, V_FORMAT, OPTIONS)
-        at = pointers.v_descale + page * strides.v_descale_page + slot * strides.v_descale_slot
-        at += kv_head * strides.v_descale_head
+        v_rows = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
+        v = _load_groups(pointers.v, v_rows, is_seen, V_FORMAT, OPTIONS)
+        of_rows = page * strides.v_descale_page + slot * strides.v_descale_slot
+        scale_ptr = pointers.v_descale + kv_head * strides.v_descale_head + of_rows
         s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
         s = s * (scalars.scale * queries.k_scale)
         scales = ()
         for c in tl.static_range(GROUPS):
-            scale = tl.load(at + c * strides.v_descale_column, mask=is_seen, other=0.0)
+            scale = tl.load(scale_ptr + c * strides.v_descale_column, mask=is_seen, other=0.0)
             more = scores(latents[c], v[c], OPTIONS.CHAIN)
             s += more * (scale * (scalars.scale * queries.latent_scale))[None, :]
             scales = scales + (scale,)  # noqa: RUF005
