@@ -171,12 +171,12 @@ def flash_mla_with_kvcache(
             caches.append(("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
         parts = []
         for extra, cache, slots, lengths in caches:
-            given: dict[str, Any] = {"q": rows}
+            read: dict[str, Any] = {"q": rows}
             if is_fp8_kvcache:
-                given = _latents(name, f"{extra}k_cache", rows, cache, head_dim_v)
+                read = _latents(name, f"{extra}k_cache", rows, cache, head_dim_v)
             else:
                 pages = _pages(name, f"{extra}k_cache", cache, head_dim_v)
-                given["k"], given["v"] = pages
+                read["k"], read["v"] = pages
             listing = f"{extra}indices_in_kvcache" if extra else "indices"
             check_dim(name, listing, slots, "(batch, s_q, topk)")
             shape = batch, s_q, slots.shape[2]
@@ -191,7 +191,7 @@ def flash_mla_with_kvcache(
                 "cu_seqlens_q": bounds,
                 "num_selected": counts,
             }
-            parts.append(selected_attention(**given, **listed, **options))
+            parts.append(selected_attention(**read, **listed, **options))
     out, lse = _finished(name, rows, parts, attn_sink)
     return out.unflatten(0, (batch, s_q)), lse.unflatten(1, (batch, s_q)).transpose(0, 1)
 

@@ -106,9 +106,9 @@ def _selected(op: str, call: Any) -> Path:
         reason = index_scores.unsupported(attention) or index_scores.unprofitable(attention)
         if reason is not None:
             return Path("triton", "portable", reason)
-        details = {"target": target_of(attention.q.device).arch}
+        target = {"target": target_of(attention.q.device).arch}
         reason = "index heads fill its tiles; units are selected by the portable kernel"
-        return Path("triton", "hopper and portable", reason, details)
+        return Path("triton", "hopper and portable", reason, target)
     if op != "selected_attention":
         return Path("triton", "portable", "keys that lists name have this kernel alone")
     if (reason := latent_lists.unsupported(call)) is not None:

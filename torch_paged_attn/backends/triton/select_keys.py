@@ -196,7 +196,8 @@ def _plan_rows(
         ids: Tensor, counts: Tensor,
     ) -> None:  # fmt: skip
         scores = new_scores()
-        score(found if by_hopper else pointers, weights, scores)
+        read: Any = found if by_hopper else pointers
+        score(read, weights, scores)
         if new_pooled is not None:
             pooled = new_pooled()
             pool(pointers, scores, pooled)

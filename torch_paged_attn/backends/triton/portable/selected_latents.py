@@ -36,7 +36,7 @@ def _load_groups(ptr, offsets, keep, FORMAT: tl.constexpr, OPTIONS: tl.constexpr
         x = load_rows(
             ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, True, FORMAT, type_of(OPTIONS.DTYPE)
         )
-        found = found + (x,)  # noqa: RUF005
+        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -44,7 +44,7 @@ def _load_groups(ptr, offsets, keep, FORMAT: tl.constexpr, OPTIONS: tl.constexpr
 def _zeros(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     found = ()
     for _ in tl.static_range(GROUPS):
-        found = found + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # noqa: RUF005
+        found = found + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -52,7 +52,7 @@ def _zeros(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _units(GROUPS: tl.constexpr, ROWS: tl.constexpr):
     found = ()
     for _ in tl.static_range(GROUPS):
-        found = found + (tl.zeros([ROWS], tl.float32),)  # noqa: RUF005
+        found = found + (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -114,7 +114,7 @@ def _selected_latents_kernel(
             scale = tl.load(scale_ptr + c * strides.v_descale_column, mask=is_seen, other=0.0)
             more = scores(latents[c], v[c], OPTIONS.CHAIN)
             s += more * (scale * (scalars.scale * queries.latent_scale))[None, :]
-            scales = scales + (scale,)  # noqa: RUF005
+            scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
         if OPTIONS.HAS_SOFTCAP:
             s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
         s = tl.where(is_seen[None, :], s, float("-inf"))
@@ -129,8 +129,8 @@ def _selected_latents_kernel(
                 weights, unit, factor = in_units(weights, unit, shrink)
             weights = weights.to(type_of(OPTIONS.DTYPE))
             x = add_product(acc[c] * factor[:, None], weights, v[c], OPTIONS.IS_PRECISE)
-            new_acc = new_acc + (x,)  # noqa: RUF005
-            new_units = new_units + (unit,)  # noqa: RUF005
+            new_acc = new_acc + (x,)  # type: ignore[assignment]  # noqa: RUF005
+            new_units = new_units + (unit,)  # type: ignore[assignment]  # noqa: RUF005
         acc, units = new_acc, new_units
 
     r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
