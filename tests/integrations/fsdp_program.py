@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 from test_training import (
     LENGTHS,
