@@ -64,7 +64,7 @@ BORROWS = {"amx": ("kernels_avx512bf16",)}
 @pytest.mark.skipif(
     shutil.which(CXX) is None or shutil.which("nm") is None, reason="needs a compiler and nm"
 )
-@pytest.mark.parametrize("isa", objects())
+@pytest.mark.parametrize("isa", [*objects()])
 def test_an_object_exports_its_table_alone(isa, build_flags, tmp_path):
     if isa not in build_flags["ISA_FLAGS"]:
         pytest.skip("not of this machine")
