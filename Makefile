@@ -261,7 +261,7 @@ thorough-fuzz: install
 	$(THOROUGH) tests/tpu
 
 thorough-mutants: install
-	$(PYTHON) tests/neuron/mutants.py
+	$(PYTHON) tests/helpers/mutants.py
 
 thorough-backends: install
 	$(THOROUGH) tests/backends

@@ -18,7 +18,7 @@ changed() { # PATTERN: whether a path that has changed matches
 }
 
 declare -A suites=([tpu]=test-tpu-interpreted [neuron]="test-neuron test-neuron-emulated" [triton]=test-triton-interpreted)
-shared='^torch_paged_attn/(ops|testing|reference)/|^torch_paged_attn/[a-z_]*\.py$|^tests/backends/|^constraints\.txt$'
+shared='^torch_paged_attn/(ops|testing|reference)/|^torch_paged_attn/[a-z_]*\.py$|^tests/(backends|helpers)/|^constraints\.txt$'
 for device in tpu neuron triton; do
   own="^torch_paged_attn/backends/$device/|^tests/$device/"
   [ "$device" = neuron ] && own="$own|^tools/nki_emulator/"

@@ -16,7 +16,8 @@ list='import torch, torch_paged_attn; print(torch.ops.paged_attn.cpu_isas())'
 
 # the interpreter is not instrumented: the runtimes come first; torch and CPython keep memory for good
 cxx=${CXX:-g++}
-export LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
+LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
+export LD_PRELOAD
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1
 export UBSAN_OPTIONS=print_stacktrace=1
 # freed memory stays with AddressSanitizer for a while: two tests that count a process's memory fail

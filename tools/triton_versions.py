@@ -5,7 +5,7 @@
 
 The first version is the installed one, the second is in the folder (`make test-triton` makes it).
 `--choices` compares the kernels, grids, constants and compiler options of each call of
-tests/triton/compiled_calls.py, and fails if any differs. Otherwise kernels are compiled for
+tests/helpers/compiled_calls.py, and fails if any differs. Otherwise kernels are compiled for
 the chips, which need not be here, and compared by registers, spills, shared memory and code.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests" / "triton"
+HELPERS = ROOT / "tests" / "helpers"
 CHIPS = ("sm90", "sm80", "gfx942")
 # what a kernel's versions may differ in without a row of their own in the table
 FEW_BYTES, CODE = 16, 0.25
@@ -34,7 +34,7 @@ def run(folder: Path | None, *command: str) -> str:
         *([str(folder.resolve())] if folder else []),
         str(ROOT),
         str(ROOT / "tools"),
-        str(TESTS),
+        str(HELPERS),
     ]
     environ = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
@@ -101,7 +101,7 @@ def compiled(folder: Path | None, chip: str, only: str, processes: int) -> dict[
     with tempfile.TemporaryDirectory() as kept:
         out = Path(kept) / "kernels.json"
         arguments = ["--only", only, "--processes", str(processes), "--json", str(out)]
-        run(folder, str(TESTS / "cross_compile.py"), chip, *arguments)
+        run(folder, str(HELPERS / "cross_compile.py"), chip, *arguments)
         kernels = json.loads(out.read_text())
     return by_launch(kernels)
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu/first_call.py [--only 'flash_*'] [--steps 24]
 
 Each front end has a process and a cache of its own. A loop's lengths grow with each step
-(tests/triton/growing_calls.py): `first` is its first step, `others` all others together, `again`
+(tests/helpers/growing_calls.py): `first` is its first step, `others` all others together, `again`
 the whole loop once more, in seconds, and `kernels` what Triton compiled for it, by its own hook.
 `generate` is a Llama of 1.1 billion weights in Transformers, 8 prompts of 2,048 tokens and 64 new
 ones, beside the same with SDPA.
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "triton"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 
 import growing_calls
 

@@ -104,6 +104,7 @@ def test_unseen_memory(case, runner):
 @over(lambda p: p.descale == "tokens" and p.page_size is not None)
 def test_hidden_scales(case, runner):
     """The scales of a key that a mask hides from all queries may be NaN: no bit changes."""
+    case = shorter(case)
     call = build(dataclasses.replace(case, bias="bool"))
     key = 3
     call.args["attn_bias"][..., key] = False

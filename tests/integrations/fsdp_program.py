@@ -1,9 +1,10 @@
-"""One of two processes: FSDP2 shards a model that trains for a few steps, beside the whole model.
+"""Two processes, forks of one that imports: FSDP2 shards a model that trains, beside the whole one.
 
 Each process has half of the documents; the parameters after the steps must be as close to those of
 one process with all of them in float64 as that process is in float32.
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 from test_training import (
     LENGTHS,
@@ -41,8 +43,7 @@ def step(model, optimizer, rows, tokens):
     optimizer.zero_grad()
 
 
-def main():
-    rank = int(os.environ["RANK"])
+def main(rank):
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2
     )
@@ -72,4 +73,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    ranks = [multiprocessing.get_context("fork").Process(target=main, args=(i,)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from operators import operators
 from sequences import DECODE, MIXED, Batch, cumulative
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_paged_attn import flash_varlen
 from torch_paged_attn.integrations import _constants
@@ -18,31 +18,11 @@ from torch_paged_attn.integrations.flash_attn import (
 )
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators that are no views."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view:
-            self.called[function.name()] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.fixture(autouse=True)
 def no_constants():
     _constants.clear()
     yield
     _constants.clear()
-
-
-def operators(call):
-    call()
-    with Operators() as seen:
-        call()
-    return seen.called
 
 
 def decode(new, page_size=4, is_ragged=False, **options):

@@ -9,46 +9,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from small_models import MODELS, NEW_TOKENS, SIZES, generate_batch, make_model
 
 from torch_paged_attn.integrations import transformers as paged
 from torch_paged_attn.testing import assert_close_as_baseline
-
-NEW_TOKENS = 12
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.6,  # far apart logits: a wrong key changes a token
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-MODELS = {
-    "full": ("Llama", {}),
-    "sliding": ("Mistral", {"sliding_window": 7}),
-    "softcap": (
-        "Gemma2",
-        {"sliding_window": 7, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
-    ),
-    "sinks": ("GptOss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}),
-}
-
-
-def make_model(name, attn_implementation):
-    prefix, options = MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**SIZES, **options)
-    torch.manual_seed(0)
-    model_class = getattr(transformers, f"{prefix}ForCausalLM")
-    model = model_class._from_config(config, attn_implementation=attn_implementation).eval()
-    return model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,26 +66,6 @@ def test_generate_left_padded(models, prompts, eager_tokens):
     padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     assert generate(models[1], padded, mask) == eager_tokens
-
-
-def generate_batch(model, prompts, page_size, max_batch_tokens):
-    fields = ContinuousBatchingConfig.__dataclass_fields__
-    results = model.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            use_cache=False,
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            **{"page_size" if "page_size" in fields else "block_size": page_size},
-            num_blocks=128,
-            max_batch_tokens=max_batch_tokens,
-        ),
-    )
-    return [result.generated_tokens for result in results.values()]
 
 
 @pytest.mark.parametrize(

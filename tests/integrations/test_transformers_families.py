@@ -207,7 +207,7 @@ def test_a_short_mask_is_the_mask_to_all_but_us():
 
 def test_pages_are_used_by_generate_batch(monkeypatch):
     """Whatever version: the tokens would be the same without them."""
-    from test_transformers import generate_batch, make_model
+    from small_models import generate_batch, make_model
 
     calls = []
     continuous = paged.continuous

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_host_time import operators
+from operators import operators
 
 pytest.importorskip("transformers")
 

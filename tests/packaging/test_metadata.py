@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import release_links
 
 ROOT = Path(__file__).parents[2]
 # before 3.12 a venv comes with setuptools: 65.5 in Python 3.10 and 3.11, and a wheel is importable
@@ -43,3 +45,16 @@ def test_every_file_of_the_package_is_installed(tmp_path):
     )
     assert found == expected
     assert {"py.typed", "ops/_typed.pyi"} <= found and any(x.endswith(".json") for x in found)
+
+
+def test_a_release_has_absolute_links_and_addresses():
+    """PyPI's page has no files beside it."""
+    home, readme = "https://example.org/a/b", (ROOT / "README.md").read_text()
+    page = release_links.absolute(readme, home, "v1")
+    links = release_links.LINK.findall(readme)
+    assert len(links) >= 15 and not release_links.LINK.search(page)
+    for mark, _, path in links:
+        assert (ROOT / path.partition("#")[0]).exists(), path
+        assert f"]({home}/{'raw' if mark else 'blob'}/v1/{path})" in page
+    project = release_links.with_addresses((ROOT / "pyproject.toml").read_text(), home)
+    assert tomllib.loads(project)["project"]["urls"]["Repository"] == home

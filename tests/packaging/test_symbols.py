@@ -29,17 +29,32 @@ def build_flags():
         return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def object_of(isa, build_flags, folder):
-    """What `make install` compiled, unless a source has changed since or `make thorough` asks."""
+def built(isa):
+    """What `make install` compiled, if no source has changed since; None where it parses alone."""
     newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.*"))
-    built = [*ROOT.glob(f"build/temp.*/csrc/isa/{isa}.o")]
-    if not IS_THOROUGH and len(built) == 1 and built[0].stat().st_mtime > newest:
-        return built[0]
+    found = [*ROOT.glob(f"build/temp.*/csrc/isa/{isa}.o")]
+    return found[0] if len(found) == 1 and found[0].stat().st_mtime > newest else None
+
+
+def object_of(isa, build_flags, folder):
+    """The built one, unless there is none or `make thorough` asks."""
+    if not IS_THOROUGH and (made := built(isa)) is not None:
+        return made
     # without optimisation nothing is inlined that does not have to be
     flags = [*build_flags["KERNEL_FLAGS"], *build_flags["ISA_FLAGS"][isa], "-O0"]
     target = folder / "kernels.o"
     subprocess.run([CXX, *flags, "-c", ROOT / f"csrc/isa/{isa}.cpp", "-o", target], check=True)
     return target
+
+
+# their sources are AVX2's and AMX's, too: half a minute each where they are not built
+ALIKE = ("avx512", "avx512bf16")
+
+
+def objects():
+    for isa in sorted(path.stem for path in ROOT.glob("csrc/isa/*.cpp")):
+        is_left = isa in ALIKE and built(isa) is None
+        yield pytest.param(isa, marks=pytest.mark.thorough if is_left else ())
 
 
 # an ISA that takes some kernels from another's table
@@ -49,10 +64,7 @@ BORROWS = {"amx": ("kernels_avx512bf16",)}
 @pytest.mark.skipif(
     shutil.which(CXX) is None or shutil.which("nm") is None, reason="needs a compiler and nm"
 )
-@pytest.mark.parametrize(
-    "isa",
-    sorted(path.stem for path in ROOT.glob("csrc/isa/*.cpp")),
-)
+@pytest.mark.parametrize("isa", [*objects()])
 def test_an_object_exports_its_table_alone(isa, build_flags, tmp_path):
     if isa not in build_flags["ISA_FLAGS"]:
         pytest.skip("not of this machine")

@@ -1,16 +1,10 @@
 """The Triton kernels on a GPU where there is one, else on the CPU in Triton's interpreter."""
 
 import os
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
-
-# where tests and their worker processes find what they share
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dispatched import dispatched
 
 HAS_GPU = torch.cuda.is_available()

@@ -8,17 +8,21 @@ import argparse
 import dataclasses
 import multiprocessing
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import torch
-from dispatched import dispatched
 from hypothesis import strategies as st
 
 from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from dispatched import dispatched
 
 ANY = problems(st.one_of(st.none(), layouts), optional=OPTIONAL)
 HUNG_AFTER = 90  # seconds for one plan

@@ -40,9 +40,9 @@ def merge(device):
 
 
 def attend(device):
-    """The calls of test_launcher.py: Hopper's kernel in Gluon, whose launcher takes tensor maps,
+    """The calls of launcher_calls.py: Hopper's kernel in Gluon, whose launcher takes tensor maps,
     the portable one, and a cache write."""
-    from test_launcher import decode, prefill, write
+    from launcher_calls import decode, prefill, write
 
     for make in (lambda: prefill(32), decode, write):
         make()[0]()

@@ -9,7 +9,7 @@ import cross_compile
 import pytest
 import torch
 from covering import covering, every, every_other
-from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+from hopper_calls import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupported
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
@@ -24,8 +24,6 @@ IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, i8 = torch.float8_e4m3fn, torch.int8
 
-MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
-LONG = ((2100, 0), (2500, 300))
 PADDED = dict(padding_rows=140)
 SHAPES = tuple(
     Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
@@ -104,11 +102,6 @@ COPIED = tuple(
     )
 )
 over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
-
-
-def unsupported(problem, **changes):
-    with assume(HOPPER):
-        return support.unsupported(hopper_call(problem, **changes))
 
 
 @over_shapes

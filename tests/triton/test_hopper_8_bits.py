@@ -5,7 +5,7 @@ import dataclasses
 import cross_compile
 import pytest
 import torch
-from test_hopper import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupported
+from hopper_calls import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupported
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen

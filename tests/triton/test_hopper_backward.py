@@ -7,7 +7,7 @@ import os
 import cross_compile
 import pytest
 import torch
-from test_hopper import HOPPER, LONG, MIXED, bf16, f16
+from hopper_calls import HOPPER, LONG, MIXED
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import backward as hopper
@@ -15,6 +15,8 @@ from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.tuning.hopper import choose_one_pass_config
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.testing import Layout, Problem, build
+
+bf16, f16 = torch.bfloat16, torch.float16
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 

@@ -1,7 +1,7 @@
 """Tile sizes of the portable attention kernel: from the GPU's table, else by a rule of thumb.
 
 A table is a JSON file for an architecture. For architectures that could not be measured, its
-entries are the largest tiles whose kernels spill no registers (`tests/triton/fit_tiles.py` finds
+entries are the largest tiles whose kernels spill no registers (`tests/helpers/fit_tiles.py` finds
 them).
 """
 

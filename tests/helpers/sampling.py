@@ -110,6 +110,7 @@ SAMPLES: dict[str, Sample] = {
             "alone": ("sglang/page1/f16",),
             "unseen_memory": ("sglang/page1/f16",),
             "nan_stays": ("sglang/page1/f16",),
+            "hidden_scales": ("vllm/tokens_int8/bf16",),
             # of each tensor that is copied one
             "gaps": (
                 "gpt_oss/sinks_window/bf16",

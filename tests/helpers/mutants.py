@@ -1,6 +1,6 @@
 """Seeded faults in the Neuron backend: each has to make a test fail.
 
-    python tests/neuron/mutants.py [NAME ...]      (make thorough)
+    python tests/helpers/mutants.py [NAME ...]      (make thorough)
 
 A fault (`faults/`) is one replacement in one file of a copy of the package. The tests that are to
 see it run first, alone and with all their cases: they have to pass on a copy without faults. Where

@@ -1,6 +1,6 @@
 """Compile, for chips that are not here, what calls would launch there, and read the result.
 
-    python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only REGEX] [--processes N]
+    python tests/helpers/cross_compile.py [sm90 gfx942 ...] [--only REGEX] [--processes N]
                                          [--json FILE]
 
 The calls are in `compiled_calls.py`. Tiles, specialisations and compiler options are those of a

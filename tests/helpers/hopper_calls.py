@@ -3,12 +3,21 @@
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.runtime.target import Target
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import build
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER = Target.of_arch("sm90", 132)
 
+MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
+LONG = ((2100, 0), (2500, 300))
+
 
 def hopper_call(problem, device="cpu", **changes):
     return getattr(AttentionCall, problem.op)(**build(problem).to(device).args | changes)
+
+
+def unsupported(problem, **changes):
+    with assume(HOPPER):
+        return support.unsupported(hopper_call(problem, **changes))

@@ -1,6 +1,6 @@
 """Find the largest tiles that a chip has room for, by compiling for it.
 
-    python tests/triton/fit_tiles.py gfx1201 [--entry prefill/d128/b2] [--processes N]
+    python tests/helpers/fit_tiles.py gfx1201 [--entry prefill/d128/b2] [--processes N]
 
 For every entry of the chip's table, or those that are named: of CANDIDATES, from the largest on,
 the first with which no kernel of the calls that take the entry has a fault. What a chip that is
