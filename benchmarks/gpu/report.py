@@ -228,6 +228,21 @@ def tables(read_ceiling: float) -> list[Table]:
             },
         ),
         Table(
+            "first call of a process with an empty cache",
+            "first_call",
+            "",
+            {
+                "first, s": figure("first", "{:.1f}"),
+                "other steps, s": figure("others", "{:.1f}"),
+                "again, s": figure("again", "{:.2f}"),
+                "kernels compiled": figure("kernels"),
+                "SDPA: first, s": figure("SDPA first", "{:.1f}"),
+                "again, s ": figure("SDPA again", "{:.2f}"),
+                "tokens/s": figure("tokens/s"),
+                "SDPA: tokens/s": figure("SDPA tokens/s"),
+            },
+        ),
+        Table(
             "host time of a call, µs",
             "host",
             "",
