@@ -122,4 +122,5 @@ def _gathered(
         indices = step["read_index"][group], step["write_index"][group]
         allocator = cache.layer_to_allocator[layer_idx]
         return allocator.update(rows(key), rows(value), layer_idx, *indices)
-    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])  # 5.17, 5.18
+    # 5.17, 5.18
+    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])
