@@ -47,10 +47,10 @@ def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> boo
         return False
     # loops, because generators take as long as all else here
     for x in tensors:
-        if type(x) is not Tensor:
+        if type(x) is not Tensor or x.is_neg():
             return False
     for x in others:
-        if x is not None and type(x) is not Tensor:
+        if x is not None and (type(x) is not Tensor or x.is_neg()):
             return False
     if not is_on_gpu(tensors[0]) or environment.CHECK or torch.is_autocast_enabled("cuda"):
         return False
