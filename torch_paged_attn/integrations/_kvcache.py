@@ -66,7 +66,10 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def attend_in_one_call(
-    tensors: tuple[Any, ...], others: tuple[Any, ...], max_seqlen_q: Any, options: dict[str, Any]
+    tensors: tuple[Any, ...],
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+    max_seqlen_q: Any = None,
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `softmax_lse` of a call without new tokens, by the operator `attend_cache`, which
     has less host time. None for calls that it does not support, see `_has_one_call`.
