@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import LIBRARY
-from torch_paged_attn.ops._watched import is_watched
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_dim, fail, refuse
+from torch_paged_attn.ops.repeated import REPEATED, Repeated
 
 OP = "attend_cache"
 
@@ -77,6 +77,8 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     backend, reason = serving("CUDA")
     if backend is None:
         refuse(OP, reason)
+    if (again := backend.repeated(OP)) is not None:
+        REPEATED[OP] = Repeated(attend_cache, again)
     return backend.function(OP)
 
 
@@ -96,11 +98,4 @@ torch.library.register_fake(f"paged_attn::{OP}", fake, lib=LIBRARY)
 LIBRARY.impl(OP, _on_gpu, "CUDA")
 # its caller has checked that no input requires grad
 LIBRARY.impl(OP, torch.library.fallthrough_kernel, "Autograd")
-
-
-def attend_cache(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The operator. Its caller has checked that all tensors are on a GPU, plain and without
-    gradients, and that autocast is off.
-    """
-    operator = torch.ops.paged_attn.attend_cache.default if is_watched() else _on_gpu
-    return operator(*args, **options)
+attend_cache = torch.ops.paged_attn.attend_cache.default
