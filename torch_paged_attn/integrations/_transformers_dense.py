@@ -93,7 +93,7 @@ def attend_step(
     if rows_of is None:
         return None
     window = mask.window if mask.window < mask.written else -1
-    options = {
+    options: dict[str, Any] = {
         "max_seqlen_q": 1,
         "max_seqlen_k": mask.written,
         "softmax_scale": softmax_scale,
