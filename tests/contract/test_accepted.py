@@ -136,12 +136,34 @@ def test_sinks_of_16_bits_have_a_gradient():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(7, 5), (1, 5), (1, 1, 5), (4, 1, 5)])
-def test_a_bias_broadcasts_over_heads_and_queries(shape, mode):
+@pytest.mark.parametrize("shape", [(7, 5), (1, 5), (1, 1, 5), (4, 1, 5), (4, 1, 1)])
+def test_a_bias_broadcasts_over_heads_queries_and_keys(shape, mode):
     bias = torch.randn(shape)
     whole = bias if bias.dim() == 3 else bias[None]
-    whole = whole.expand(-1, 7, -1).contiguous()
+    whole = whole.expand(-1, 7, 5).contiguous()
     check_same("packed", mode, {"attn_bias": whole}, {"attn_bias": bias})
+
+
+@pytest.mark.parametrize("name", ["paged", "sparse"])
+@pytest.mark.parametrize("shape", [(7, 1), (4, 7, 1), (4, 1, 1)])
+def test_a_bias_of_one_column_is_for_all_keys(shape, name):
+    bias = torch.randn(shape)
+    queries = BASES[name][1]()["q"].shape[0]
+    bias = bias[..., :1, :].expand(*bias.shape[:-2], queries, 1) if queries != 7 else bias
+    whole = (bias if bias.dim() == 3 else bias[None]).expand(-1, queries, 64).contiguous()
+    check_same(name, "eager", {"attn_bias": whole}, {"attn_bias": bias})
+
+
+def test_a_bias_of_one_column_hides_rows_and_weighs_sinks():
+    """It changes what is not a matter of keys alone."""
+    seen = torch.tensor([True, False, True, True, True, True, True])[:, None]
+    out = call("packed", attn_bias=seen)[0]
+    assert not out[1].any() and out[0].any()
+    sinks = torch.zeros(4)
+    for bias in (torch.zeros(7, 1), torch.full((7, 1), 3.0)):
+        whole = bias[None].expand(4, 7, 5).contiguous()
+        got, want = (call("packed", attn_bias=x, sinks=sinks) for x in (bias, whole))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_the_gradient_of_a_broadcast_bias_is_a_sum():

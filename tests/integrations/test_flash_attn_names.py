@@ -223,7 +223,7 @@ def test_names_of_what_is_refused_say_what_to_do(installed):
     args, options = low_level(q, k, v)
     with pytest.raises(NotImplementedError, match=r"leftpad_k is not supported: .*cache_leftpad"):
         _flash_attn_varlen_forward(*args, **options, leftpad_k=BOUNDS)
-    for name, value in (("seqused_q", BOUNDS), ("attention_chunk", 4)):
+    for name, value in (("seqused_q", BOUNDS), ("leftpad_k", BOUNDS), ("attention_chunk", 4)):
         with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
             flash_attn.flash_attn_varlen_func(*args, **{name: value})
 

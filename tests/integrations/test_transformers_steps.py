@@ -68,7 +68,7 @@ def test_a_step_sees_what_its_mask_shows(options):
     if (window := options.get("window", -1)) >= 0:
         seen &= positions >= KEYS - 1 - window
     k[:, :, KEYS:], v[:, :, KEYS:] = float("nan"), float("nan")
-    assert dense.attend_step(q, k, v, short, {}) is not None
+    assert dense.attend_step(q, k, v, short, None, 0.0) is not None
     out, _ = paged.attention_forward(LAYER, q, k, v, short, softcap=5.0)
     given = q, k.nan_to_num(), v.nan_to_num()
     golden, peer = formula(*(x.double() for x in given), seen, 5.0), formula(*given, seen, 5.0)
@@ -91,11 +91,11 @@ def test_other_calls_go_another_way():
     packed = mask()
     packed.cu_seqlens = torch.tensor([0, 1])
     for short in (mask(keys=holes), packed):
-        assert dense.attend_step(q, k, v, short, {}) is None
+        assert dense.attend_step(q, k, v, short, None, 0.0) is None
     tokens = k.transpose(1, 2).contiguous().transpose(1, 2)
-    assert dense.attend_step(q, tokens, v, mask(), {}) is None
-    assert dense.attend_step(q.clone().requires_grad_(), k, v, mask(), {}) is None
-    assert dense.attend_step(torch.cat([q, q], 2), k, v, mask(), {}) is None
+    assert dense.attend_step(q, tokens, v, mask(), None, 0.0) is None
+    assert dense.attend_step(q.clone().requires_grad_(), k, v, mask(), None, 0.0) is None
+    assert dense.attend_step(torch.cat([q, q], 2), k, v, mask(), None, 0.0) is None
     # each head has a sink of its own
     sinks = torch.full((HEADS,), 50.0)
     out, _ = paged.attention_forward(LAYER, q, k, v, mask(), s_aux=sinks)

@@ -48,10 +48,10 @@ def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> boo
         return False
     # loops, because generators take as long as all else here
     for x in tensors:
-        if type(x) is not Tensor:
+        if type(x) is not Tensor or x.is_neg():
             return False
     for x in others:
-        if x is not None and type(x) is not Tensor:
+        if x is not None and (type(x) is not Tensor or x.is_neg()):
             return False
     if not is_on_gpu(tensors[0]) or environment.CHECK or torch.is_autocast_enabled("cuda"):
         return False
@@ -67,7 +67,10 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def attend_in_one_call(
-    tensors: tuple[Any, ...], others: tuple[Any, ...], max_seqlen_q: Any, options: dict[str, Any]
+    tensors: tuple[Any, ...],
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+    max_seqlen_q: Any = None,
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `softmax_lse` of a call without new tokens, by the operator `attend_cache`, which
     has less host time. None for calls that it does not support, see `_has_one_call`.

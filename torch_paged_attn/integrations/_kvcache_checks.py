@@ -118,6 +118,8 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     shape = "(pages, page_size, num_kv_heads, head_dim)"
     check_tensor("k_cache", k_cache, shape, dtypes)
     check_tensor("v_cache", v_cache, shape, (k_cache.dtype,))
+    if k_cache.dtype is not torch.uint8 and k_cache.shape[3] != q.shape[-1]:  # else int4
+        fail("k_cache.shape[3]", k_cache.shape[3], f"q's head_dim, {q.shape[-1]}")
     if v_cache.shape[:3] != k_cache.shape[:3]:
         expected = f"{tuple(k_cache.shape[:3])} + (head_dim_v,), as k_cache"
         fail("v_cache", f"shape {tuple(v_cache.shape)}", expected)

@@ -15,6 +15,14 @@ def rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+@functools.cache
+def _models_update_caches() -> bool:
+    """Whether a model hands its keys to the cache by itself, as from 5.19 on."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+
+
 def keep_pages(names: tuple[str, ...]) -> None:
     """From 5.24 on a model hands its new keys and values to the cache before it calls attention,
     and gets all keys of the step gathered. For models with one of these implementations the cache
@@ -23,8 +31,7 @@ def keep_pages(names: tuple[str, ...]) -> None:
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     update: Any = PagedAttentionCache.update
-    takes_keywords = "kwargs" in inspect.signature(update).parameters
-    if not takes_keywords or hasattr(update, "torch_paged_attn"):
+    if not _models_update_caches() or hasattr(update, "torch_paged_attn"):
         return
 
     @functools.wraps(update)
@@ -94,7 +101,7 @@ def _pages(cache: Any, layer_idx: int) -> tuple[int, tuple[Tensor, Tensor] | Non
     """A layer's index in the step's index lists, and its pages (k, v); None for a sliding layer."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer_idx]
-        if allocator.layer_type == "sliding_attention":
+        if not allocator.supports_block_table:
             return allocator.index, None
         group, pages = allocator.index, allocator.get_cache_for_block_table(layer_idx)
     else:  # 5.17
@@ -111,8 +118,9 @@ def _gathered(
     cache: Any, layer_idx: int, key: Tensor, value: Tensor, step: dict[str, Any], group: int
 ) -> tuple[Tensor, Tensor]:
     """Write a sliding layer's new keys and values, and return all rows that its sequences see."""
-    if hasattr(cache, "layer_to_allocator"):
+    if _models_update_caches():
         indices = step["read_index"][group], step["write_index"][group]
         allocator = cache.layer_to_allocator[layer_idx]
         return allocator.update(rows(key), rows(value), layer_idx, *indices)
-    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])  # 5.17
+    # 5.17, 5.18
+    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])

@@ -66,21 +66,26 @@ def attend_short(
 
 
 def attend_step(
-    query: Tensor, key: Tensor, value: Tensor, mask: ShortMask, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: ShortMask,
+    softmax_scale: float | None,
+    softcap: float,
 ) -> Tensor | None:
-    """Attention of one query in each row, of all its heads. None if the cache is not contiguous, or
-    the call is of another kind: the caller has other ways.
+    """Attention of one query in each row, of all its heads: (batch, 1, num_heads, head_dim_v). None
+    if the cache is not contiguous, or the call is of another kind: the caller has other ways.
 
     Each head of a row's keys is a sequence of one head. A cache that grows by a token has other
     strides in each step, but not its rows of head_dim numbers, so that the host plans a step in
     half the time; and the layers of a step share all tensors of lengths.
     """
     batch, num_heads, query_len, dim = query.shape
-    _, heads, apart, dim_v = value.shape
+    rows_shape = batch, heads, apart, dim_v = value.shape
     are_rows = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     if query_len != 1 or mask.cu_seqlens is not None or not are_rows:
         return None
-    if key.shape[:3] != (batch, heads, apart) or asks_gradient(query, key, value):
+    if key.shape[:3] != rows_shape[:3] or asks_gradient(query, key, value):
         return None
     if not _has_k_start(key.device.type):
         return None
@@ -88,30 +93,32 @@ def attend_step(
     if rows_of is None:
         return None
     window = mask.window if mask.window < mask.written else -1
-    options["causal"] = mask.causal
-    if window >= 0:
-        options["window_size_left"] = options["window_size_right"] = window
+    options: dict[str, Any] = {
+        "max_seqlen_q": 1,
+        "max_seqlen_k": mask.written,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "causal": mask.causal,
+        "window_size_left": window,
+        "window_size_right": window,
+    }
     found = attend_in_one_call(
         (query, key, value, rows_of.lengths),
         (None, rows_of.cu_seqlens_q, None, None, None, None, None, rows_of.first),
-        1,
-        {"max_seqlen_k": mask.written, **options},
+        options,
     )
-    if found is not None:
-        return found[0]
-    out, _ = flash_varlen(
-        query.view(batch * heads, num_heads // heads, dim),
-        key.view(-1, 1, dim),
-        value.view(-1, 1, dim_v),
-        rows_of.cu_seqlens_q,
-        None,
-        1,
-        mask.written,
-        rows_of.lengths,
-        k_start=rows_of.first,
-        **options,
-    )
-    return out
+    if found is None:
+        found = flash_varlen(
+            query.view(batch * heads, num_heads // heads, dim),
+            key.view(-1, 1, dim),
+            value.view(-1, 1, dim_v),
+            rows_of.cu_seqlens_q,
+            None,
+            seqused_k=rows_of.lengths,
+            k_start=rows_of.first,
+            **options,
+        )
+    return found[0].view(batch, 1, num_heads, dim_v)
 
 
 def attend_dense(

@@ -15,7 +15,7 @@ class Tested(NamedTuple):
 TESTED = {
     "torch": Tested("2.11", "2.15"),
     "triton": Tested("3.6", "3.9"),
-    "jax": Tested("0.10", "0.10"),
+    "jax": Tested("0.10", "0.12"),
     "transformers": Tested("5.17", "5.24"),
     "kernels": Tested("0.16", "0.17"),
     "vllm": Tested("0.29", "0.32"),

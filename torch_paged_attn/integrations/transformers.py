@@ -129,15 +129,16 @@ def attention_forward(
     Raises:
         NotImplementedError: a keyword that is not known, and not in `IGNORED`.
     """
-    refuse_unknown(kwargs)
+    if kwargs:
+        refuse_unknown(kwargs)
     short = short_form(attention_mask)
-    if short is not None and query.shape[2] == 1 and cache is cu_seq_lens_q is None:
-        others = s_aux, position_bias, indices, block_indices, sinks
-        if dropout == 0 and all(x is None for x in others):
-            step = {"softmax_scale": scaling, "softcap": softcap or 0.0}
-            out = attend_step(query, key, value, short, step)
+    # a decode step, whose host time is most of it: no loop over what is absent
+    if short is not None and dropout == 0 and cache is cu_seq_lens_q is s_aux is None:
+        is_plain = position_bias is indices is block_indices is sinks is None
+        if is_plain and query.shape[2] == 1:
+            out = attend_step(query, key, value, short, scaling, softcap or 0.0)
             if out is not None:
-                return out.view(query.shape[0], 1, query.shape[1], value.shape[3]), None
+                return out, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask_dim = None if attention_mask is None or short is not None else attention_mask.dim()
     if attention_mask is not None and mask_dim not in (None, 1, 2, 4):

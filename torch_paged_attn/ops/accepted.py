@@ -20,6 +20,9 @@ INT32 = torch.iinfo(torch.int32)
 # most calls name them
 WINDOWS = "window_size_left", "window_size_right"
 
+# operator -> the positions of k and block_table
+_PLACES: dict[str, tuple[int, int]] = {}
+
 # (the operator's name, the argument's, its value, the arguments by position) -> the value to pass.
 # It returns the same object if the operator takes it, or is to refuse it
 Form = Callable[[str, str, Any, tuple[Any, ...]], Any]
@@ -48,6 +51,8 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     others = frozenset(name for _, name in positions).difference(WINDOWS)
     name, overload = op._schema.name.removeprefix("paged_attn::"), op._schema.overload_name
     full_name = f"{name}.{overload}" if overload else name
+    if "block_table" in listed:
+        _PLACES[name] = listed.index("k"), listed.index("block_table")
     return Operator(
         op, name, full_name, positions, behind, lengths, others, others.intersection(_INDICES)
     )  # fmt: skip
@@ -125,8 +130,8 @@ def _scale(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _bias(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
-    """A bias `(total_q or 1, Lk)` without heads, or with one row for all queries, as an expanded
-    view.
+    """A bias `(total_q or 1, Lk or 1)` without heads, or with one row for all queries or one column
+    for all keys, as an expanded view.
     """
     if not isinstance(x, Tensor) or not isinstance(q := args[0], Tensor) or not q.dim():
         return x
@@ -134,7 +139,22 @@ def _bias(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
         x = x[None]
     if x.dim() == 3 and x.shape[1] == 1 != q.shape[0]:
         x = x.expand(-1, q.shape[0], -1)
+    if x.dim() == 3 and x.shape[2] == 1 < (most := _most_keys(op, args)):
+        x = x.expand(-1, -1, most)
     return x
+
+
+def _most_keys(op: str, args: tuple[Any, ...]) -> int:
+    """The most keys that a sequence can have, by the shapes of k and of the block table; 0 if these
+    are no tensors, which the checks refuse.
+    """
+    k, table = (args[at] if at < len(args) else None for at in _PLACES[op])
+    if not isinstance(k, Tensor):
+        return 0
+    if table is None:
+        return k.shape[0] if k.dim() == 3 else 0
+    is_paged = isinstance(table, Tensor) and table.dim() == 2 and k.dim() == 4
+    return table.shape[1] * k.shape[2] if is_paged else 0
 
 
 def _window(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:

