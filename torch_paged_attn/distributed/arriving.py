@@ -7,11 +7,13 @@ from torch import Tensor
 
 from torch_paged_attn.distributed.shared_keys import Arriving
 from torch_paged_attn.ops import flash_varlen
-from torch_paged_attn.ops._watched import dispatch_modes
 from torch_paged_attn.ops.backend import serving_device
 
 # argument -> the dimension that has one entry per query head
 OF_HEADS = {"alibi_slopes": -1, "sinks": 0, "attn_bias": 0}
+
+# the number of active dispatch modes; a mode has to see every operator that is called
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def attend_as_they_come(
@@ -49,7 +51,7 @@ def attend_as_they_come(
 
 def _attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> None:
     """Write the results of `flash_varlen(**given)` to `out` and `lse`."""
-    is_seen = dispatch_modes() > 0 or torch.is_autocast_enabled(out.device.type)
+    is_seen = _dispatch_modes() > 0 or torch.is_autocast_enabled(out.device.type)
     backend, _ = serving_device(out.device)
     if not is_seen and backend is not None and backend.attend_heads(given, out, lse):
         return

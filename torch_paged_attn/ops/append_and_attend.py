@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import LIBRARY
-from torch_paged_attn.ops._watched import is_watched
 from torch_paged_attn.ops.append_slots import check as check_append_slots
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_dim, fail, refuse
 from torch_paged_attn.ops.flash_varlen import check as check_flash_varlen
+from torch_paged_attn.ops.repeated import REPEATED, Repeated, repeat
 from torch_paged_attn.ops.reshape_and_cache import check_split
 
 OP = "append_and_attend"
@@ -119,13 +119,20 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     backend, reason = serving("CUDA")
     if backend is None:
         refuse(OP, reason)
+    if (again := backend.repeated(OP)) is not None:
+        REPEATED[OP] = Repeated(torch.ops.paged_attn.append_and_attend.default, again, _bump)
     return backend.function(OP)
 
 
-def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _bump(args: tuple[Any, ...]) -> None:
+    """Tell autograd that the caches change."""
     written = [x for x in args[1:3] if not x.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
+
+
+def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    _bump(args)
     return _kernel()(*args, **options)
 
 
@@ -146,5 +153,6 @@ def append_and_attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The operator. Its caller has checked that all tensors are on a GPU, plain and without
     gradients, and that autocast is off.
     """
-    operator = torch.ops.paged_attn.append_and_attend.default if is_watched() else _on_gpu
-    return operator(*args, **options)
+    if (results := repeat(OP, args, options)) is not NotImplemented:
+        return results
+    return torch.ops.paged_attn.append_and_attend.default(*args, **options)

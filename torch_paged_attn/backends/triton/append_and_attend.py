@@ -23,9 +23,8 @@ from torch_paged_attn.backends.triton.reshape_and_cache import (
     row_strides,
     store_rows,
 )
-from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.written_slots import is_written_later
@@ -112,11 +111,6 @@ def _append_kernel(
     tl.store(pointers.cu_seqlens_q + b, 0 * b, mask=is_first & (b == 0))
 
 
-def append_and_attend(*tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.append_and_attend`."""
-    return launch_cache.call("append_and_attend", _plan, tensors, options)
-
-
 def _plan(
     q: Tensor,
     k_cache: Tensor,
@@ -188,3 +182,7 @@ def _plan(
         return attend(pick_attention(found), pick_attention(at))
 
     return run
+
+
+# with the arguments of `ops.append_and_attend`
+append_and_attend = PlannedOp("append_and_attend", _plan)
