@@ -94,10 +94,11 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
 
 def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     """How many pieces of tiles there may be, unless keys are dealt out."""
+    is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
     # pieces are merged on the way to a result of 16 bits
-    if form.longest or form.is_numbered or call.result_dtype == torch.float32:
+    if is_whole and not form.short or call.result_dtype == torch.float32:
         return 0
-    parts = most_parts(call, form.short > 0 or form.is_guessed or form.is_mixed)
+    parts = most_parts(call, form.short > 0 or form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
 
 
@@ -107,7 +108,7 @@ def shares_parts(call: AttentionCall, parts: int, form: Form) -> bool:
     pieces, and the code that shares costs the loop over keys some instructions."""
     if parts == 0 or call.is_batch_invariant or form.short:
         return False
-    if form.is_guessed or form.is_mixed or width_of(call.head_dim_v) == 256:
+    if form.is_cut or width_of(call.head_dim_v) == 256:
         return True
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     return SHARING_TILES * tiles <= target_of(call.q.device).multiprocessors
