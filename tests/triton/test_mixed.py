@@ -5,13 +5,12 @@ import itertools
 import cross_compile
 import pytest
 import torch
-from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+from hopper_calls import HAS_HOPPER, hopper_call
 
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
-from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16

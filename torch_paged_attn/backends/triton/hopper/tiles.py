@@ -96,7 +96,7 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     """How many pieces of tiles there may be, unless keys are dealt out."""
     is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
     # pieces are merged on the way to a result of 16 bits
-    if is_whole and not form.short or call.result_dtype == torch.float32:
+    if (is_whole and not form.short) or call.result_dtype == torch.float32:
         return 0
     parts = most_parts(call, form.short > 0 or form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
