@@ -89,20 +89,29 @@ def _kind(call: AttentionCall, queries: int) -> str | None:
         return None
     if call.block_table is None or call.layout is not None or call.q.itemsize > 2:
         return None
+    # decodes of few heads are the portable kernel's, but costs are not known of all of its operands
+    if queries and _rows(call) <= MOST_PORTABLE and not _has_portable_costs(call):
+        return None
     width = width_of(max(call.head_dim, call.head_dim_v))
     kind = f"{'few' if queries else 'many'}/d{width}/b{call.k.itemsize}"
     return kind if kind in ways.ways() and call.batch > 0 else None
+
+
+def _rows(call: AttentionCall) -> int:
+    """Rows of a tile that holds all queries of a sequence, and heads that share keys."""
+    return support.mean_length(call) * call.group_size
+
+
+def _has_portable_costs(call: AttentionCall) -> bool:
+    return call.q.dtype in support.IN_16_BITS and call.q_latent is None
 
 
 def reasons(
     call: AttentionCall, kind: str, queries: int, reason: str | None
 ) -> dict[str, str | None]:
     """For each way of a kind why it cannot run a call, or None."""
-    # of other operands of the portable kernel, costs are not known
-    is_known = call.q.dtype in support.IN_16_BITS and call.q_latent is None
-    rows = -(-call.total_q // call.batch) * call.group_size
-    of_portable = None if is_known else "its costs are not known"
-    if queries and rows > MOST_PORTABLE:
+    of_portable = None if _has_portable_costs(call) else "its costs are not known"
+    if queries and (rows := _rows(call)) > MOST_PORTABLE:
         of_portable = f"a sequence has {rows} rows"
     found: dict[str, str | None] = {}
     for name in ways.ways()[kind]:

@@ -86,7 +86,7 @@ class Lengths(NamedTuple):
 
     mean: float
     longest: float
-    count: float = 1.0
+    sequences: float = 1.0
     queries: float = 1.0
 
 
@@ -155,7 +155,7 @@ def guesses(shape: Shape) -> list[tuple[Lengths, ...]]:
         return [(Lengths(min(x, most), min(longest, most), batch, each),) for x in means]
     # one of them has the longest
     means = [(longest + (batch - 1) * mean) / batch for mean in means]
-    found = [((batch, shape.total_q / batch),)]
+    found: list[tuple[tuple[float, float], ...]] = [((batch, shape.total_q / batch),)]
     # no sequence has more queries than keys
     long = max(math.ceil((shape.total_q - batch) / longest), 1)
     if long < batch:
@@ -197,7 +197,7 @@ def estimate(
         unit *= 1.0 + costs.odd * (rows != shape.rows) + costs.tall * (rows > 8)
         division = _divide_few(way, shape, guess[0])
     unit *= 1.0 + costs.load * division.load
-    keys = sum(x.count * _seen(x.mean, x.queries, shape) for x in guess)
+    keys = sum(x.sequences * _seen(x.mean, x.queries, shape) for x in guess)
     memory = max(keys * shape.num_kv_heads / bandwidth, division.reads / CACHE_BANDWIDTH)
     memory *= costs.memory * shape.key_bytes
     merging = costs.first_part * min(division.parts, 1.0)
@@ -221,9 +221,9 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         # the last tile of a sequence sees all keys, the first one those before its own queries
         seen = _seen(max(x.mean - (x.queries - tokens) / 2, 1.0), tokens, shape)
         most = math.ceil(_seen(x.longest, tokens, shape) / tile.keys)
-        each = most if tiles == 1 and x.count == 1 else max(seen / tile.keys + 0.5, 1.0)
-        count += x.count * tiles * tile.heads
-        units += x.count * tiles * tile.heads * each
+        each = most if tiles == 1 and x.sequences == 1 else max(seen / tile.keys + 0.5, 1.0)
+        count += x.sequences * tiles * tile.heads
+        units += x.sequences * tiles * tile.heads * each
         longest = max(longest, most)
     slots = MULTIPROCESSORS * tile.resident
     rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)

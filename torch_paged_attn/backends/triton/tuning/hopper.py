@@ -1,6 +1,7 @@
 """Tile sizes of Hopper's kernels, by head_dim and sequence lengths."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,12 @@ def _table() -> dict[str, dict[int, HopperConfig]]:
     """Name -> width of a head in shared memory (64, 128 or 256) -> the configuration."""
     of = HopperConfig
     # one consumer: more tiles, for few queries; as many stages of keys as fit
-    low = dict(CONSUMERS=1, REGISTERS=240, PINGPONG=False)
+    low: dict[str, Any] = dict(CONSUMERS=1, REGISTERS=240, PINGPONG=False)
     low_8_bit = low | dict(REGISTERS=216)
-    wide = dict(BLOCK_N=64, Q_STAGES=1, PINGPONG=False)
+    wide: dict[str, Any] = dict(BLOCK_N=64, Q_STAGES=1, PINGPONG=False)
     # a third consumer hides more of the exponentials, or shares rows that are copied. But its tiles
     # extend further past a causal diagonal, and their 192 rows are not a power of two
-    three = dict(CONSUMERS=3, REGISTERS=160)
+    three: dict[str, Any] = dict(CONSUMERS=3, REGISTERS=160)
     return {
         "low": {
             64: of(**low, KV_STAGES=6),
