@@ -25,22 +25,24 @@ export PYTHONDONTWRITEBYTECODE :=
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
-.PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+.PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-programs
 .PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
-# The package and what its examples need; no more, so that `make run` is soon there. While compilers
-# run, pip unpacks. Kernels that this machine's processor cannot run are not optimised.
+# The package and what its examples need; no more, so that `make run` is soon there; for tests, what
+# they need too. While compilers run, pip unpacks. Only the kernels that this machine's processor
+# takes by itself are optimised.
 $(VENV)/built: $(BUILT_FROM)
 	python3 -m venv $(VENV)
 	$(PIP) pip torch setuptools wheel numpy
 	PAGED_ATTN_BUILD_CPP=1 PAGED_ATTN_BUILD_FOR=here $(PYTHON) setup.py --quiet build_ext --inplace --force & \
-	  PAGED_ATTN_BUILD_CPP=0 $(PIP) --no-build-isolation --editable '.[examples]' && wait $$!
+	  PAGED_ATTN_BUILD_CPP=0 $(PIP) --no-build-isolation --editable '.[examples]' $(NEEDS) && wait $$!
 	touch $@
 
+$(VENV)/installed: NEEDS := --group test --group bench --group dev
 $(VENV)/installed: $(VENV)/built
-	$(PIP) --group test --group bench --group dev
+	$(PIP) $(NEEDS)
 	touch $@
 
 run: $(VENV)/built
@@ -63,9 +65,11 @@ AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 # interpreter is on for a whole process or off. Of the devices' own tests it runs a sample.
 test: install
 	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) $$slower test-neuron-emulated lint docs
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs \
+	  EMULATED=tests/contract/test_errors.py
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
+	@tools/changed_devices.sh here
 
 # Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
 test-cpu: install
@@ -82,11 +86,11 @@ test-neuron: install
 test-triton-interpreted: install
 	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
 
-# Neuron's dispatch: CPU tensors go to the emulator.
+# Neuron's dispatch: CPU tensors go to the emulator. `make test` has the errors alone.
+EMULATED ?= tests/contract/test_errors.py tests/properties/test_attention.py tests/properties/test_wild_metadata.py
 test-neuron-emulated: install
 	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief \
-	  OMP_NUM_THREADS=1 $(ONE_PROCESS) tests/contract/test_errors.py tests/properties/test_attention.py \
-	  tests/properties/test_wild_metadata.py
+	  OMP_NUM_THREADS=1 $(ONE_PROCESS) $(EMULATED)
 
 # The CPU's kernels on an instruction set that this machine has beside its best one: make test-isa-avx2
 test-isa-%: install
@@ -235,17 +239,22 @@ lint: install
 # In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
 EXAMPLES ?= 2000
 THOROUGH := HYPOTHESIS_EXAMPLES=$(EXAMPLES) HYPOTHESIS_PROFILE=thorough $(PYTEST)
-thorough: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-tpu
+thorough: thorough-properties thorough-programs thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-tpu
 
 thorough-properties: install
 	$(THOROUGH) tests/properties
 
+# every family of Transformers, and worlds of two processes
+thorough-programs: install
+	$(THOROUGH) tests/integrations tests/distributed
+
 # csrc by every C++ compiler that is here
 thorough-build: install
-	$(THOROUGH) tests/packaging/test_build.py
+	$(THOROUGH) tests/packaging/test_build.py tests/packaging/test_symbols.py
 
+COMPILED := tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
 thorough-compile: install
-	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
+	$(THOROUGH) $(COMPILED)
 
 thorough-fuzz: install
 	$(THOROUGH) tests/neuron -k "fuzz or test_reshape_and_cache or without_room"
@@ -263,7 +272,7 @@ thorough-tpu: install
 	$(THOROUGH) tests/schedules
 
 thorough-interpreter: install
-	$(THOROUGH) tests/triton/test_attention.py tests/backends --backend triton-interpreter
+	$(THOROUGH) tests/triton $(COMPILED:%=--ignore %) tests/backends --backend triton-interpreter
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh

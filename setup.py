@@ -2,11 +2,11 @@
 
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
 a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR=here
-does not optimise the kernels that this machine's processor cannot run (`make install`: half the
-time). PAGED_ATTN_TORCH names the folder of the torch whose headers are used; by default that of
-this Python (`tools/build_backend` finds it in the environment that pip installs into). Only
-libtorch's stable ABI is used: one library serves every supported torch and Python, and needs no
-header of Python.
+has kernels for this machine's processor alone: others are only parsed, and those for which it has
+better ones are optimised little (`make install`: half the time). PAGED_ATTN_TORCH names the folder
+of the torch whose headers are used; by default that of this Python (`tools/build_backend` finds it
+in the environment that pip installs into). Only libtorch's stable ABI is used: one library serves
+every supported torch and Python, and needs no header of Python.
 """
 
 import os
@@ -54,6 +54,7 @@ KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
 IS_FOR_HERE = os.environ.get("PAGED_ATTN_BUILD_FOR") == "here"
+CPUINFO, PARSE = Path("/proc/cpuinfo"), "-fsyntax-only"
 
 
 def runs_here(flags: list[str], cpuinfo: str) -> bool:
@@ -64,12 +65,12 @@ def runs_here(flags: list[str], cpuinfo: str) -> bool:
     return not named or wanted <= there
 
 
-def level_of(isa: str) -> list[str]:
-    """The flag that turns optimisation off, for kernels that this processor cannot run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not IS_FOR_HERE or not cpuinfo.exists():
-        return []
-    return [] if runs_here(ISA_FLAGS[isa], cpuinfo.read_text()) else ["-O0"]
+def level_of(isa: str, cpuinfo: str) -> list[str]:
+    """The flag for kernels that the processor of `cpuinfo` does not take by itself: those that it
+    cannot run are parsed, those that tests run beside its best ones are optimised little.
+    """
+    run = [x for x, flags in ISA_FLAGS.items() if runs_here(flags, cpuinfo)]
+    return [] if isa == run[-1] else ["-O1"] if isa in run else [PARSE]
 
 
 def stop(missing: str) -> None:
@@ -116,11 +117,14 @@ class BuildKernels(build_ext):
         super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
+        is_for_here = IS_FOR_HERE and CPUINFO.exists()
+        levels = {x: level_of(x, CPUINFO.read_text()) if is_for_here else [] for x in ISA_FLAGS}
+
         def compile_isa(isa: str) -> list[str]:
             return self.compile_plain(
                 [f"csrc/isa/{isa}.cpp"],
                 output_dir=self.build_temp,
-                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *level_of(isa), *EXTRA_FLAGS],
+                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *levels[isa], *EXTRA_FLAGS],
             )
 
         # compilers are processes: a thread for each, those that take longest first
@@ -132,14 +136,16 @@ class BuildKernels(build_ext):
         for error in without.values():
             if WANTED == "1" or "generic" in without or not isinstance(error, CompileError):
                 raise error
-        for isa, error in without.items():
+        parsed = {isa for isa, level in levels.items() if PARSE in level}
+        for isa in sorted({*parsed, *without}):
             extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
+        for isa, error in without.items():
             warnings.warn(
                 f"torch-paged-attn: no kernels for {isa}, which this compiler does not build"
                 f" ({error}); PAGED_ATTN_BUILD_CPP=1 makes this an error.",
                 stacklevel=1,
             )
-        for isa in compiling.keys() - without.keys():
+        for isa in compiling.keys() - without.keys() - parsed:
             extension.extra_objects += compiling[isa].result()
         super().build_extension(extension)
 

@@ -156,18 +156,18 @@ std::vector<InstructionSet> find_instruction_sets() {
                          __builtin_cpu_supports("avx512vbmi") &&
                          __builtin_cpu_supports("avx512vnni");
 #if defined(PAGED_ATTN_WITHOUT_avx2)
-  sets.push_back({{"avx2"}, not_built("avx2")});
+  sets.push_back({{"avx2"}, has_avx2 ? not_built("avx2") : absent});
 #else
   sets.push_back({only(kernels_avx2), has_avx2 ? "" : absent});
 #endif
 #if defined(PAGED_ATTN_WITHOUT_avx512)
-  sets.push_back({{"avx512"}, not_built("avx512")});
+  sets.push_back({{"avx512"}, has_avx512 ? not_built("avx512") : absent});
 #else
   sets.push_back({only(kernels_avx512), has_avx512 ? "" : absent});
 #endif
 #if defined(PAGED_ATTN_WITHOUT_avx512bf16)
-  sets.push_back({{"avx512bf16"}, not_built("avx512bf16")});
-  sets.push_back({{"amx"}, "not built without avx512bf16"});
+  sets.push_back({{"avx512bf16"}, has_pairs ? not_built("avx512bf16") : absent});
+  sets.push_back({{"amx"}, has_pairs ? "not built without avx512bf16" : absent});
 #else
   Engines amx = only(kernels_avx512bf16);
   sets.push_back({only(kernels_avx512bf16), has_pairs ? "" : absent});

@@ -8,15 +8,21 @@ namespace {
 
 Engines engines;
 
+// Whether tiles of AMX do not read a cache for few rows.
+bool needs_vectors(const Attention& a) {
+  return a.kv_dtype == DType::int4 || a.k_scales || a.v_scales;
+}
+
 const Kernels& engine_of_tiles(const Attention& a) {
-  const bool pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype) && !a.latent;
+  const bool pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype) && !a.latent &&
+                     !(a.batch_invariant && needs_vectors(a));
   return pairs ? *engines.tiles : *engines.rest;
 }
 
 const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
   // the engine of tiles adds up few rows in the same order as tiles
   if (a.batch_invariant) return engine_of_tiles(a);
-  if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;
+  if (!multiply_as_pairs(a.q_dtype, a.kv_dtype) || needs_vectors(a)) return *engines.rest;
   if (a.kv_dtype == DType::int8) return *engines.int8_rows;
   if (a.kv_dtype != DType::bfloat16) return *engines.float8_rows;
   return rows <= 2 ? *engines.one_row : *engines.few_rows;

@@ -103,7 +103,7 @@ def _path(backend: Backend, op: str, call: Any, target: str | None) -> Path:
 def _check(op: str, given: dict[str, Any]) -> None:
     """Raise for metadata that the contract forbids."""
     if op == "reshape_and_cache" and isinstance(given["kv_cache"], tuple | list):
-        return  # the public function checks a pair of caches itself
+        return  # of both overloads: the public function checks a pair of caches itself
     if op == "merge_states" and isinstance(given["out_a"], tuple | list):
         op, given = "merge_states.list", {"outs": given["out_a"], "lses": given["lse_a"]}
     check, _ = _library.OPS[op]

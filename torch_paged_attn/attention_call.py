@@ -58,6 +58,13 @@ DESCALE: dict[str, Any] = {
     "in_backward": False,
     "is_constant": True,
 }
+KEY_DESCALE = DESCALE | {
+    "shape": "`()`, `(num_kv_heads,)`, `(batch, num_kv_heads)`, or by token `(num_pages,"
+    " num_kv_heads, page_size)` (packed: `(total_k, num_kv_heads)`), float32",
+    "meaning": "Stored value times descale is the real value. By token: any strides, such as a view"
+    " of bytes inside the pages; slots that no query sees may hold anything. A packed"
+    " `(total_k, num_kv_heads)` with as many tokens as sequences is `(batch, num_kv_heads)`.",
+}
 WINDOW = "Keys seen before (left) and after (right) the position, inclusive; negative: unbounded."
 
 KEY_RANKS = (
@@ -80,9 +87,10 @@ class AttentionCall:
     k: Tensor = argument(
         shape="`(total_k, num_kv_heads, head_dim)`",
         meaning="With `block_table` pages `(num_pages, num_kv_heads, page_size, head_dim)`. Of q's"
-        " dtype, or float8 or int8. Any strides whose last one is 1: a transposed cache, two halves"
-        " of one storage, slices of a fused projection. `num_kv_heads` divides `num_heads`; query"
-        " head `h` reads KV head `h // (num_heads // num_kv_heads)`.",
+        " dtype, or float8 or int8, or uint8 for int4: `head_dim / 2` bytes, the even number in"
+        " the low bits, two's complement. Any strides whose last one is 1: a transposed cache, two"
+        " halves of one storage, slices of a fused projection. `num_kv_heads` divides `num_heads`;"
+        " query head `h` reads KV head `h // (num_heads // num_kv_heads)`.",
     )
     v: Tensor = argument(
         shape="`(total_k, num_kv_heads, head_dim_v)`",
@@ -131,8 +139,8 @@ class AttentionCall:
         None, shape="`(num_heads,)` float32", meaning="One extra logit in the denominator only."
     )
     q_descale: Tensor | None = argument(None, **DESCALE)
-    k_descale: Tensor | None = argument(None, **DESCALE)
-    v_descale: Tensor | None = argument(None, **DESCALE)
+    k_descale: Tensor | None = argument(None, **KEY_DESCALE)
+    v_descale: Tensor | None = argument(None, **KEY_DESCALE)
     out_scale: Tensor | None = argument(
         None,
         is_constant=True,
@@ -291,7 +299,7 @@ class AttentionCall:
 
     @functools.cached_property
     def head_dim_v(self) -> int:
-        return self.v.shape[-1]
+        return numbers_of(self.v)
 
     @functools.cached_property
     def num_kv_heads(self) -> int:
@@ -451,6 +459,18 @@ def per_sequence_tensors() -> dict[str, int]:
     are then in its first dimension; with fewer dimensions it is shared by all sequences.
     """
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
+
+
+def numbers_of(stored: Tensor) -> int:
+    """The numbers of a row of keys or values: int4 has two in a byte."""
+    return stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 1)
+
+
+def is_by_token(descale: Any, batch: int) -> bool:
+    """Whether a k_descale or v_descale of a valid call has a scale for each token and head."""
+    if descale is None or descale.ndim < 2:
+        return False
+    return descale.ndim == 3 or descale.shape[0] != batch
 
 
 def key_lengths(

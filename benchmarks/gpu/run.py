@@ -33,13 +33,14 @@ import float8
 import host
 import latent
 import portable
+import selected
 import torch
 import train_step
 import triton
 
 MODULES = (
     *(attention, float8, latent, backward, train_step),
-    *(portable, blocksparse, cache_write, host, first_call),
+    *(portable, blocksparse, selected, cache_write, host, first_call),
 )
 PARTS = {part.__name__: part for part in MODULES}
 
@@ -50,15 +51,20 @@ def load(file: Path) -> ModuleType:
     return importlib.import_module(file.stem)
 
 
-def find_peers(fa3: Path | None, fa4: Path | None, vllm: Path | None) -> dict[str, Any]:
+def find_peers(
+    fa3: Path | None, fa4: Path | None, flash_mla: Path | None, vllm: Path | None
+) -> dict[str, Any]:
     """The peers that torch does not bring along."""
-    peers = {}
+    peers: dict[str, Any] = {}
     if fa3:
         peers["FA3"] = load(fa3.with_name("fa3_peer.py"))
         peers["FA3"].load(str(fa3))
     if fa4:
         peers["FA4"] = load(fa4.with_name("fa4_peer.py"))
         peers["FA4"].load(str(fa4))
+    if flash_mla:
+        torch.ops.load_library(flash_mla)
+        peers["FlashMLA"] = torch.ops._flashmla_C
     if vllm:
         peers["vLLM"] = load(vllm)
     return peers
@@ -113,6 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fa4", type=Path, metavar="SO", help="FA4's backward, fa4_peer.py beside it"
     )
+    parser.add_argument("--flash-mla", type=Path, metavar="SO", help="FlashMLA's library")
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="vLLM's block-sparse kernel")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
     parser.add_argument("--commit", default=git_commit(), help="where git does not say it")
@@ -121,7 +128,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    peers = find_peers(options.fa3, options.fa4, options.vllm)
+    peers = find_peers(options.fa3, options.fa4, options.flash_mla, options.vllm)
     parts: dict[str, list[dict[str, Any]]] = {}
     machine, ceilings = describe_machine(options.commit), attention.ceilings()
     document = {"machine": machine, "ceilings": ceilings, "parts": parts}

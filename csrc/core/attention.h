@@ -15,6 +15,7 @@ enum class DType : int32_t {
   float8_e4m3fn,
   float8_e5m2,
   int8,
+  int4,  // two numbers a byte, in torch's uint8
   boolean,
   int32,
   int64,
@@ -30,6 +31,11 @@ PAGED_ATTN_INLINE int64_t bytes_of(DType dtype) {
     case DType::int64: return 8;
     default: return 1;
   }
+}
+
+// Elements that a row of so many numbers has in memory.
+PAGED_ATTN_INLINE int64_t elements_of(DType dtype, int64_t numbers) {
+  return dtype == DType::int4 ? numbers / 2 : numbers;
 }
 
 // Whether products of queries and keys can be made of pairs of bfloat16. They are exact for what
@@ -61,6 +67,13 @@ struct Strided {
 struct KeyValue {
   const void* data;
   int64_t stride_page, stride_head, stride_token;
+};
+
+// A scale for each token and head of K or V, laid out as they are; absent without data.
+struct TokenScales {
+  const float* data = nullptr;
+  int64_t stride_page, stride_head, stride_token;
+  PAGED_ATTN_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
 // CSR layout over blocks of positions; present when crow is.
@@ -107,6 +120,7 @@ struct Attention {
   const void* latent;  // queries that are multiplied with values, or null; q's dtype
   int64_t latent_stride_token, latent_stride_head;
   KeyValue k, v;
+  TokenScales k_scales, v_scales;
   int64_t page_size;    // 0: packed
   int page_shift = -1;  // log2 of page_size, or -1 if that is no power of two
   int64_t num_pages;

@@ -257,7 +257,10 @@ inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
     if (seen[c / W][c % W]) donor = c;
   if (donor < 0) return false;
   for (int c = 0; c < block.num_columns; ++c)
-    if (!seen[c / W][c % W]) block.v_offset[c] = block.v_offset[donor];
+    if (!seen[c / W][c % W]) {
+      block.v_offset[c] = block.v_offset[donor];
+      if (a.v_scales) block.v_scale[c] = block.v_scale[donor];
+    }
   return true;
 }
 

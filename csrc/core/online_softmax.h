@@ -1,6 +1,7 @@
 // The running softmax of a row over base-2 logits (FlashAttention-2, algorithm 1).
 #pragma once
 
+#include "column_scales.h"
 #include "mask.h"
 #include "philox.h"
 #include "product.h"
@@ -14,9 +15,12 @@ namespace {
 //
 // In fixed point, probabilities are relative to the row's maximum in these columns, and the sums of
 // their products have to be multiplied by `weight` to be relative to the new maximum.
+//
+// `v_scales`: if not null, of the columns' values. Operands are multiplied by them, sums are not.
 template <class Product, int ROWS>
 PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, int end, float* m,
-                                      float* l, float* rescale, float* weight) {
+                                      float* l, float* rescale, float* weight,
+                                      const float* v_scales = nullptr) {
   constexpr int DEPTH = Product::DEPTH;
   F top[ROWS], sum[ROWS] = {};
   float shift[ROWS];
@@ -45,6 +49,7 @@ PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, 
         if (i > 0 && c + i * W >= end) continue;
         p[i] = Product::exp2_for_operand(load(scores + r * stride + c + i * W) - set1(shift[r]));
         sum[r] += p[i];
+        if (!Product::FIXED && v_scales) p[i] *= load(v_scales + c + i * W);
       }
       store(scores + r * stride + c / DEPTH, Product::narrow(p));
     }
@@ -90,14 +95,17 @@ template <class Product, int ROWS, class RowAt>
 PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const KeyBlock& block,
                                     int begin, int end, bool finished, int count, RowAt row_at,
                                     float* scores, int64_t stride, float* m, float* l,
-                                    float* rescale, float* weight = nullptr) {
+                                    float* rescale, float* weight = nullptr,
+                                    const float* v_scales = nullptr) {
   for (int r = 0; r < count && !finished; ++r)
     finish_row(a, row_at(r), block, begin, end, scores + r * stride);
   if (!a.dropout.enabled)
-    return update_softmax<Product, ROWS>(scores, stride, begin, end, m, l, rescale, weight);
+    return update_softmax<Product, ROWS>(scores, stride, begin, end, m, l, rescale, weight,
+                                         v_scales);
   update_softmax<FloatProduct, ROWS>(scores, stride, begin, end, m, l, rescale, weight);
   for (int r = 0; r < count; ++r) {
     drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * stride);
+    if (v_scales) scale_columns(scores + r * stride, 0, 1, begin, end, v_scales);
     narrow<Product>(scores + r * stride, begin, end);
   }
 }

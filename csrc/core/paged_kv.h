@@ -30,7 +30,19 @@ struct KeyBlock {
   int num_columns, num_segments;
   Segment segments[MOST_COLUMNS / ALIGN];
   int64_t k_offset[MOST_COLUMNS], v_offset[MOST_COLUMNS];  // in elements; the head is added later
+  int64_t k_scale[MOST_COLUMNS], v_scale[MOST_COLUMNS];    // the same of scales by token
 };
+
+// Gives columns [begin, end) of a block the addresses of column `from`.
+PAGED_ATTN_INLINE void repeat_column(const Attention& a, KeyBlock& block, int from, int begin,
+                                     int end) {
+  for (int c = begin; c < end; ++c) {
+    block.k_offset[c] = block.k_offset[from];
+    block.v_offset[c] = block.v_offset[from];
+    if (a.k_scales) block.k_scale[c] = block.k_scale[from];
+    if (a.v_scales) block.v_scale[c] = block.v_scale[from];
+  }
+}
 
 struct KeyWalk {
   const Attention* attention;
@@ -106,28 +118,34 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
   return walk;
 }
 
-// The addresses of keys [key, end) of a sequence, in elements.
+// Addresses of a run of tokens, from `first` of a page on.
+template <class Memory>
+PAGED_ATTN_INLINE void locate_run(const Memory& x, int64_t page, int64_t first, int64_t run,
+                                  int64_t* offset) {
+  const int64_t start = page * x.stride_page + first * x.stride_token;
+  for (int64_t i = 0; i < run; ++i) offset[i] = start + i * x.stride_token;
+}
+
+PAGED_ATTN_INLINE void locate_run(const Attention& a, int64_t page, int64_t first, int64_t run,
+                                  KeyBlock& block, int column) {
+  locate_run(a.k, page, first, run, block.k_offset + column);
+  locate_run(a.v, page, first, run, block.v_offset + column);
+  if (a.k_scales) locate_run(a.k_scales, page, first, run, block.k_scale + column);
+  if (a.v_scales) locate_run(a.v_scales, page, first, run, block.v_scale + column);
+}
+
+// The addresses of keys [key, end) of a sequence, in elements, for columns of a block.
 PAGED_ATTN_INLINE void locate_keys(const Attention& a, const Sequence& s, int64_t key, int64_t end,
-                                   int64_t* k_offset, int64_t* v_offset) {
-  if (a.page_size == 0) {
-    for (; key < end; ++key) {
-      *k_offset++ = (s.k_start + key) * a.k.stride_token;
-      *v_offset++ = (s.k_start + key) * a.v.stride_token;
-    }
-    return;
-  }
+                                   KeyBlock& block, int column) {
+  if (a.page_size == 0) return locate_run(a, 0, s.k_start + key, end - key, block, column);
   const bool is_slots = a.selection.enabled && a.selection.is_slots;
   int64_t entry = page_of(a, key), slot = key - entry * a.page_size;
   for (; key < end; ++entry, slot = 0) {
     const int64_t page = is_slots ? entry : page_at(a, s.index, entry);
     const int64_t run = min64(end - key, a.page_size - slot);
-    const int64_t k_first = page * a.k.stride_page + slot * a.k.stride_token;
-    const int64_t v_first = page * a.v.stride_page + slot * a.v.stride_token;
-    for (int64_t i = 0; i < run; ++i) {
-      *k_offset++ = k_first + i * a.k.stride_token;
-      *v_offset++ = v_first + i * a.v.stride_token;
-    }
+    locate_run(a, page, slot, run, block, column);
     key += run;
+    column += int(run);
   }
 }
 
@@ -141,15 +159,11 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
   segment.begin = block.num_columns;
   segment.end = block.num_columns + columns;
   segment.listed = seen;
-  int64_t* k_offset = block.k_offset + segment.begin;
-  int64_t* v_offset = block.v_offset + segment.begin;
-  const int head = int(seen.begin - key), tail = int(seen.end - key);
-  locate_keys(a, *walk.sequence, seen.begin, seen.end, k_offset + head, v_offset + head);
-  for (int c = 0; c < head; ++c) k_offset[c] = k_offset[head], v_offset[c] = v_offset[head];
-  for (int c = tail; c < columns; ++c) {
-    k_offset[c] = k_offset[tail - 1];
-    v_offset[c] = v_offset[tail - 1];
-  }
+  const int head = segment.begin + int(seen.begin - key);
+  const int tail = segment.begin + int(seen.end - key);
+  locate_keys(a, *walk.sequence, seen.begin, seen.end, block, head);
+  repeat_column(a, block, head, segment.begin, head);
+  repeat_column(a, block, tail - 1, tail, segment.end);
   block.num_columns = segment.end;
 }
 
@@ -177,17 +191,17 @@ inline bool next_listed_block(KeyWalk& walk, KeyBlock& block) {
     KeyRange& keys = walk.listed.keys;
     if (keys.begin >= keys.end && !next_unit(walk.listed)) break;
     const int64_t end = min64(keys.end, keys.begin + count - c);
-    locate_keys(a, *walk.sequence, keys.begin, end, block.k_offset + c, block.v_offset + c);
+    locate_keys(a, *walk.sequence, keys.begin, end, block, c);
     c += int(end - keys.begin);
     keys.begin = end;
   }
   // the list is shorter than it was when its keys were counted: another thread has written it
-  if (c == 0) block.k_offset[c] = block.v_offset[c] = 0, ++c;
-  block.num_columns = int(round_up(count, ALIGN));
-  for (; c < block.num_columns; ++c) {
-    block.k_offset[c] = block.k_offset[c - 1];
-    block.v_offset[c] = block.v_offset[c - 1];
+  if (c == 0) {
+    block.k_offset[c] = block.v_offset[c] = block.k_scale[c] = block.v_scale[c] = 0;
+    ++c;
   }
+  block.num_columns = int(round_up(count, ALIGN));
+  repeat_column(a, block, c - 1, c, block.num_columns);
   block.segments[block.num_segments++] = {walk.part, 0, block.num_columns, {}};
   walk.part += count;
   return true;

@@ -17,8 +17,16 @@ PAGED_ATTN_INLINE bool has_values_in_keys(const Attention& a) {
   const int64_t offset = (const char*)a.v.data - (const char*)a.k.data;
   return a.kv_dtype == a.v_dtype && a.k.stride_page == a.v.stride_page &&
          a.k.stride_head == a.v.stride_head && a.k.stride_token == a.v.stride_token &&
-         offset >= 0 && offset < a.head_dim * paged_attn::bytes_of(a.kv_dtype);
+         offset >= 0 &&
+         offset < paged_attn::elements_of(a.kv_dtype, a.head_dim) * paged_attn::bytes_of(a.kv_dtype);
 }
+
+// Reads nothing ahead: of rows that were copied from where they are in memory.
+struct NoReadAhead {
+  PAGED_ATTN_INLINE bool has(int64_t) const { return false; }
+  PAGED_ATTN_INLINE const char* advance(int64_t) { return nullptr; }
+  PAGED_ATTN_INLINE void prefetch(const void*, int64_t, int) const {}
+};
 
 template <class T>
 class ReadAhead {
@@ -127,7 +135,9 @@ class ReadAhead {
   // A run has no gap: all rows of an outer index, or else a single row.
   PAGED_ATTN_INLINE void enter_run() {
     const int inners = heads_contiguous(chunk) ? heads : columns;
-    const int64_t row_elements = chunk.values ? a.head_dim_v : a.head_dim;
+    const int64_t row_elements =
+        chunk.values ? paged_attn::elements_of(a.v_dtype, a.head_dim_v)
+                     : paged_attn::elements_of(a.kv_dtype, a.head_dim);
     const T* first = row(chunk, outer, inner);
     rows = 1;
     if (inner == 0) {

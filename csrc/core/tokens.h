@@ -15,6 +15,9 @@ struct CacheWrite {
   int64_t head_dim;
   Strided<float> scale;  // (1, head)
   bool streamed;         // written around the processor's caches; rows are whole cache lines then
+  // where each row's own scale is written, and by which the row is divided; or null
+  float* token_scales = nullptr;
+  int64_t scale_stride_page = 0, scale_stride_head = 0, scale_stride_token = 0;
 };
 
 struct ReshapeAndCache {

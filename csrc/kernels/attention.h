@@ -28,6 +28,7 @@ PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
 // another place, and not if results have to be those of tiles, which add up in another order.
 PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
   return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled && !a.batch_invariant &&
+         !a.v_scales &&
          paged_attn::multiply_as_pairs(a.q_dtype, a.kv_dtype);
 }
 

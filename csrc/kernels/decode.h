@@ -4,6 +4,7 @@
 // so that a page is read whole in either layout.
 #pragma once
 
+#include "../core/cache_rows.h"
 #include "../core/workspace.h"
 #include "decode_invariant.h"
 #include "decode_products.h"
@@ -27,6 +28,7 @@ struct RowsWorkspace {
   // in fixed point: the scales of a row's lanes, what rounding took away from queries as integers
   // and its scales, and whether it has to be multiplied, too
   float *lane_scales, *low, *low_scales, *needs_correction;
+  float* unpacked;  // rows of int4 as int8
   int64_t floats;
 };
 
@@ -51,6 +53,8 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.weight = space.take(groups * w.rows);
   w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
   w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
+  const bool is_packed = a.kv_dtype == paged_attn::DType::int4;
+  w.unpacked = space.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
   w.floats = space.floats();
   return w;
 }
@@ -68,18 +72,19 @@ PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
 }
 
 // Scores of all heads for a chunk of keys, with the same bits as tiles' scores.
-template <class Product, class T, int ROWS>
+template <class Product, class Rows, int ROWS>
 PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task& task,
-                                     const int64_t* offset, int column, int columns,
-                                     ReadAhead<T>& ahead, const RowsWorkspace& w) {
+                                     const int64_t* offset, int column, int columns, Rows& rows,
+                                     const RowsWorkspace& w) {
+  typedef typename Rows::Element T;
   const int groups = task.group_end - task.group_begin;
   const auto some = [&](int g, auto heads) __attribute__((always_inline)) {
     constexpr int HEADS = decltype(heads)::value;
     const T* k[HEADS];
     for (int h = 0; h < HEADS; ++h)
-      k[h] = (const T*)a.k.data + kv_head_of(a, task.group_begin + g + h) * a.k.stride_head;
+      k[h] = rows.rows(a.k, kv_head_of(a, task.group_begin + g + h), offset, columns, a.head_dim, h);
     dot_keys_in_order<Product, HEADS, T, ROWS>(
-        k, offset, columns, ahead, w.q + g * w.rows * w.stride_q, w.rows, a.head_dim, w.scale + g,
+        k, rows.offsets(offset), columns, rows.ahead, w.q + g * w.rows * w.stride_q, w.rows, a.head_dim, w.scale + g,
         w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
     return HEADS;
   };
@@ -89,37 +94,41 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
 }
 
 // One block of keys for every group of the task.
-template <class Product, class T, int ROWS>
+template <class Product, class Rows, int ROWS>
 inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
+  typedef typename Rows::Element T;
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
-  const auto data_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
-    return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
+  const auto head_of_group = [&](int g) __attribute__((always_inline)) {
+    return kv_head_of(a, task.group_begin + g);
   };
+  fetch_column_scales(a, head_of_group(0), groups, next);
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool invariant = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
   // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
   const bool beside = invariant && a.k.stride_head < a.k.stride_token;
-  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
-                     AHEAD_BYTES + (beside ? chunk : 0));
-  ahead.seek(block, next);
+  Rows cache(a, head_of_group(0), groups, step, AHEAD_BYTES + (beside ? chunk : 0), w.unpacked);
+  cache.seek(block, next);
   for (int c = 0; c < columns; c += step) {
     if constexpr (!Product::FIXED)
       if (invariant) {
-        score_in_order<Product, T, ROWS>(a, task, block.k_offset + c, c, step, ahead, w);
+        score_in_order<Product, Rows, ROWS>(a, task, block.k_offset + c, c, step, cache, w);
         continue;
       }
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
-        dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
+        const int64_t* in_memory = block.k_offset + c;
+        const T* k = cache.rows(a.k, head_of_group(g), in_memory, step, head_dim);
+        const int64_t* offset = cache.offsets(in_memory);
+        dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead,
                                    w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
         if (Product::FIXED && w.needs_correction[g] > 0)
-          dot_keys<Product, T, ROWS, true>(data_of(a.k, g), block.k_offset + c, step, ahead,
+          dot_keys<Product, T, ROWS, true>(k, offset, step, cache.ahead,
                                            w.low + g * w.rows * w.stride_q,
                                            w.low_scales + g * w.rows * W, w.rows, head_dim,
                                            w.scale[g], scores);
@@ -130,6 +139,11 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
   const auto softmax = [&](int g) __attribute__((always_inline)) {
+    ColumnScales scales;
+    load_column_scales(a, head_of_group(g), block, scales);
+    if (scales.of_keys)
+      scale_columns(w.scores + g * w.rows * ROW_COLUMNS, ROW_COLUMNS, int(w.rows), 0, columns,
+                    scales.of_keys);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
       const auto row_at = [&](int r) __attribute__((always_inline)) {
         return row_of(a, s, task, task.group_begin + g, r0 + r);
@@ -138,7 +152,7 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
       float rescale[ROWS];
       softmax_rows<Product, ROWS>(a, s, block, 0, columns, finished, int(min64(ROWS, rows - r0)),
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
-                                  rescale, w.weight + i);
+                                  rescale, w.weight + i, scales.of_values);
       for (int r = 0; r < ROWS; ++r) {
         if (invariant) w.weight[i + r] = rescale[r];
         if (invariant || rescale[r] == 1) continue;
@@ -156,7 +170,9 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
       if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
-        weigh_values<Product, T, ROWS>(data_of(a.v, g), block.v_offset + c, step, ahead, p,
+        const int64_t* in_memory = block.v_offset + c;
+        const T* v = cache.rows(a.v, head_of_group(g), in_memory, step, head_dim);
+        weigh_values<Product, T, ROWS>(v, cache.offsets(in_memory), step, cache.ahead, p,
                                        w.weight + g * w.rows, w.rows, head_dim,
                                        to + g * w.rows * w.stride_acc);
       });
@@ -217,16 +233,20 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
 
   for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
                                      __attribute__((always_inline)) {
+    const KeyBlock& upcoming = more ? next : block;
+    const auto attend = [&](auto rows) __attribute__((always_inline)) {
+      typedef typename decltype(rows)::type Rows;
+      switch (w.rows) {
+        case 1: return decode_block<Product, Rows, 1>(a, s, task, block, upcoming, w);
+        case 2: return decode_block<Product, Rows, 2>(a, s, task, block, upcoming, w);
+        default: return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
+      }
+    };
+    if constexpr (Product::template accepts<int8_t>)
+      if (a.kv_dtype == paged_attn::DType::int4) return attend(TypeTag<UnpackedRows>());
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
-      const KeyBlock& upcoming = more ? next : block;
-      if constexpr (Product::template accepts<T>) {
-        switch (w.rows) {
-          case 1: return decode_block<Product, T, 1>(a, s, task, block, upcoming, w);
-          case 2: return decode_block<Product, T, 2>(a, s, task, block, upcoming, w);
-          default: return decode_block<Product, T, 4>(a, s, task, block, upcoming, w);
-        }
-      }
+      if constexpr (Product::template accepts<T>) attend(TypeTag<RowsInPlace<T>>());
     });
   });
   for (int g = 0; g < groups; ++g)

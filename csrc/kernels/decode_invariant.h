@@ -9,8 +9,8 @@ namespace {
 // Calls f(first head, number of heads, first operand, operand) for W operands of W keys, transposed
 // as prefill.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
 // heads take turns.
-template <class Product, int HEADS, class T, class Function>
-PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
+template <class Product, int HEADS, class T, class Ahead, class Function>
+PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, Ahead& ahead,
                                  int64_t head_dim, Function f) {
   constexpr int STEP = W * Product::DEPTH;
   const T* later[HEADS];
@@ -100,8 +100,8 @@ inline void dot_turned(const float* turned, const float* q, int64_t stride_q, in
 }
 
 // Dot products of more rows than registers have room for: transposed keys are kept in `turned`.
-template <class Product, class T>
-PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+template <class Product, class T, class Ahead>
+PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, Ahead& ahead,
                                const float* q, int64_t rows, int64_t head_dim, float scale,
                                float* scores, float* turned) {
   const int64_t depth = depth_of<Product>(head_dim);
@@ -124,8 +124,8 @@ PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& 
 }
 
 // The same for so few rows of HEADS heads that the keys stay in registers.
-template <class Product, int ROWS, int HEADS, class T>
-PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
+template <class Product, int ROWS, int HEADS, class T, class Ahead>
+PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, Ahead& ahead,
                                const float* q, int64_t head_dim, const float* scale,
                                float* scores) {
   const int64_t depth = depth_of<Product>(head_dim);
@@ -155,10 +155,12 @@ constexpr int HEADS_IN_ORDER = W < 16 || Product::DEPTH == 1    ? 1
                                : ROWS == 4                      ? 2
                                                                 : 4;
 
+constexpr int MOST_HEADS_IN_ORDER = 4;
+
 // dot_keys where each score is a lane's sum over the dims in their order, for HEADS heads.
-template <class Product, int HEADS, class T, int ROWS>
+template <class Product, int HEADS, class T, int ROWS, class Ahead>
 PAGED_ATTN_INLINE void dot_keys_in_order(const T* const* k, const int64_t* offset, int columns,
-                                         ReadAhead<T>& ahead, const float* q, int64_t rows,
+                                         Ahead& ahead, const float* q, int64_t rows,
                                          int64_t head_dim, const float* scale, float* scores,
                                          float* turned) {
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;

@@ -23,8 +23,8 @@ PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
 // scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a time, W of
 // them summed over the lanes in one transpose. With ADD, that is added to scores, and nothing is
 // prefetched.
-template <class Product, class T, int ROWS, bool ADD = false>
-PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
+template <class Product, class T, int ROWS, bool ADD = false, class Ahead>
+PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, Ahead& ahead,
                                 const float* q, const float* lane_scales, int64_t rows,
                                 int64_t head_dim, float scale, float* scores) {
   constexpr int KEYS = DOTS / ROWS;
@@ -109,9 +109,9 @@ PAGED_ATTN_INLINE void load_down(const T* v, const int64_t* offset, int n, F* x)
 }
 
 // acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); or the first n dims of them
-template <class Product, class T, int ROWS, int VECS>
+template <class Product, class T, int ROWS, int VECS, class Ahead>
 PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
-                                  ReadAhead<T>& ahead, bool first, int n, const float* p,
+                                  Ahead& ahead, bool first, int n, const float* p,
                                   const float* weight, float* acc, int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   const T* later = first ? (const T*)ahead.advance(columns * n * int64_t(sizeof(T))) : nullptr;
@@ -142,9 +142,9 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
     }
 }
 
-template <class Product, class T, int ROWS>
+template <class Product, class T, int ROWS, class Ahead>
 PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
-                                    ReadAhead<T>& ahead, const float* p, const float* weight,
+                                    Ahead& ahead, const float* p, const float* weight,
                                     int64_t rows, int64_t head_dim, float* acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;

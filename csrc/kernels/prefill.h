@@ -9,44 +9,76 @@
 #include "../core/matrix.h"
 #include "../core/packing.h"
 #include "../core/query_rows.h"
+#include "../core/unpack.h"
 #include "../core/workspace.h"
 
 namespace {
 
+// Floats of the memory in which rows of int4 are unpacked.
+PAGED_ATTN_INLINE int64_t floats_of_unpacked(const Attention& a) {
+  using paged_attn::DType;
+  if (a.kv_dtype != DType::int4 && a.v_dtype != DType::int4) return 0;
+  return MAX_COLUMNS * max64(a.head_dim, a.head_dim_v) / int64_t(sizeof(float));
+}
+
+// Calls f(rows, offset) for the rows of a block under a head: in place, or unpacked to int8.
+template <class Product, class Function>
+PAGED_ATTN_INLINE void with_rows(const paged_attn::KeyValue& x, paged_attn::DType dtype,
+                                 int64_t kv_head, const int64_t* offset, int columns,
+                                 int64_t numbers, float* unpacked, Function f) {
+  if (dtype == paged_attn::DType::int4) {
+    const uint8_t* from = (const uint8_t*)x.data + kv_head * x.stride_head;
+    int8_t* rows = (int8_t*)unpacked;
+    int64_t offsets[MAX_COLUMNS];
+    for (int c = 0; c < columns; ++c) {
+      offsets[c] = c * numbers;
+      unpack_row(from + offset[c], numbers, rows + offsets[c]);
+    }
+    f((const int8_t*)rows, offsets);
+    return;
+  }
+  with_type(dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    if constexpr (Product::template accepts<T>)
+      f((const T*)x.data + kv_head * x.stride_head, offset);
+  });
+}
+
 template <class Product, int APART = 1>
 PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const KeyBlock& block,
-                                  float* keys, float* values) {
-  with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-    typedef typename decltype(tag)::type T;
-    if constexpr (Product::template accepts<T>) {
-      pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block.k_offset,
-                         block.num_columns, a.head_dim, key_depth<Product>(a), keys);
-      if (a.latent == nullptr)
-        pack_values<Product, APART>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
-                                    block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
-    }
-  });
+                                  float* keys, float* values, float* unpacked) {
+  with_rows<Product>(a.k, a.kv_dtype, kv_head, block.k_offset, block.num_columns, a.head_dim,
+                     unpacked, [&](auto* k, const int64_t* offset) __attribute__((always_inline)) {
+                       pack_keys<Product>(k, offset, block.num_columns, a.head_dim,
+                                          key_depth<Product>(a), keys);
+                     });
+  if (a.latent) return;
+  with_rows<Product>(a.v, a.kv_dtype, kv_head, block.v_offset, block.num_columns, a.head_dim_v,
+                     unpacked, [&](auto* v, const int64_t* offset) __attribute__((always_inline)) {
+                       pack_values<Product, APART>(v, offset, block.num_columns, a.head_dim_v,
+                                                   MAX_COLUMNS, values);
+                     });
 }
 
 // Packs values as keys, for latent queries; values may have another dtype than keys.
 template <class Product>
 inline void pack_latents(const Attention& a, int64_t kv_head, const KeyBlock& block, float* latents,
-                         float* values) {
-  with_type(a.v_dtype, [&](auto tag) __attribute__((always_inline)) {
-    typedef typename decltype(tag)::type T;
-    if constexpr (Product::template accepts<T>) {
-      const T* v = (const T*)a.v.data + kv_head * a.v.stride_head;
-      pack_keys<Product>(v, block.v_offset, block.num_columns, a.head_dim_v,
-                         depth_of<Product>(a.head_dim_v), latents);
-      pack_values<Product>(v, block.v_offset, block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
-    }
-  });
+                         float* values, float* unpacked) {
+  with_rows<Product>(a.v, a.v_dtype, kv_head, block.v_offset, block.num_columns, a.head_dim_v,
+                     unpacked, [&](auto* v, const int64_t* offset) __attribute__((always_inline)) {
+                       pack_keys<Product>(v, offset, block.num_columns, a.head_dim_v,
+                                          depth_of<Product>(a.head_dim_v), latents);
+                       pack_values<Product>(v, offset, block.num_columns, a.head_dim_v, MAX_COLUMNS,
+                                            values);
+                     });
 }
 
 struct TileWorkspace {
   int64_t rows, stride_q, stride_acc;
   int64_t depth_latent;  // 0 without latent queries, which stand behind those of keys
   float *q, *acc, *m, *l, *keys, *latents, *values, *scores;
+  float* by_latents;  // scores of latent queries, where values have scales by token
+  float* unpacked;    // rows of int4 as int8
   int64_t floats;
 };
 
@@ -66,6 +98,8 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   w.latents = space.take(w.depth_latent * MAX_COLUMNS);
   w.values = space.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
   w.scores = space.take(Product::ROWS * MAX_COLUMNS);
+  w.by_latents = space.take(a.latent && a.v_scales ? Product::ROWS * MAX_COLUMNS : 0);
+  w.unpacked = space.take(floats_of_unpacked(a));
   w.floats = space.floats();
   return w;
 }
@@ -100,12 +134,14 @@ PAGED_ATTN_INLINE VisibleColumns visible_columns(const KeyBlock& block, KeyRange
 PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const KeyBlock& block,
                                      int64_t begin, int64_t end) {
   const int64_t bytes = bytes_of(a.kv_dtype), bytes_v = bytes_of(a.v_dtype);
+  const int64_t row = elements_of(a.kv_dtype, a.head_dim) * bytes;
+  const int64_t row_v = elements_of(a.v_dtype, a.head_dim_v) * bytes_v;
   const char* k = (const char*)a.k.data + kv_head * a.k.stride_head * bytes;
   const char* v = (const char*)a.v.data + kv_head * a.v.stride_head * bytes_v;
   for (int64_t c = begin; c < min64(end, block.num_columns); ++c) {
-    for (int64_t b = 0; b < a.head_dim * bytes; b += CACHE_LINE)
+    for (int64_t b = 0; b < row; b += CACHE_LINE)
       __builtin_prefetch(k + block.k_offset[c] * bytes + b, 0, 2);
-    for (int64_t b = 0; b < a.head_dim_v * bytes_v; b += CACHE_LINE)
+    for (int64_t b = 0; b < row_v; b += CACHE_LINE)
       __builtin_prefetch(v + block.v_offset[c] * bytes_v + b, 0, 2);
   }
 }
@@ -124,6 +160,8 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
   const int64_t depth = key_depth<Product>(a);
   float all[ROWS];
   for (float& x : all) x = 1.f;
+  ColumnScales scales;
+  load_column_scales(a, kv_head, block, scales);
   for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows, (r0 + ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + ROWS, rows) - 1;
@@ -140,12 +178,18 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = all)
         multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
                           min64(MAX_CHAIN, depth - d), scale, keep);
+      if (scales.of_keys)
+        scale_columns(w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_keys);
       if (w.depth_latent == 0) continue;
       q += round_up(depth, W);
       panel = w.latents + c / PANEL * w.depth_latent * PANEL + c % PANEL;
-      for (int64_t d = 0; d < w.depth_latent; d += MAX_CHAIN)
-        multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
-                          min64(MAX_CHAIN, w.depth_latent - d), scale_latent, all);
+      float* to = scales.of_values ? w.by_latents : w.scores;
+      keep = scales.of_values ? nullptr : all;
+      for (int64_t d = 0; d < w.depth_latent; d += MAX_CHAIN, keep = all)
+        multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, to + c, MAX_COLUMNS,
+                          min64(MAX_CHAIN, w.depth_latent - d), scale_latent, keep);
+      if (scales.of_values)
+        add_scaled_columns(w.by_latents, w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_values);
     }
     const bool finished =
         is_plain(a) && all_visible(a, s, first_token, last_token, block, begin, end);
@@ -158,7 +202,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       const int count = int(min64(TOGETHER, last + 1 - first));
       softmax_rows<Product, TOGETHER>(a, s, block, begin, end, finished, count, row_at,
                                       w.scores + i * MAX_COLUMNS, MAX_COLUMNS, w.m + first,
-                                      w.l + first, rescale + i);
+                                      w.l + first, rescale + i, nullptr, scales.of_values);
     }
     const int64_t seen = round_up((visible.depth + DEPTH - 1) / DEPTH, Product::GRAIN);
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
@@ -188,8 +232,8 @@ inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn
 
   for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
                                      __attribute__((always_inline)) {
-    pack_block<Product>(a, kv_head, block, w.keys, w.values);
-    if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values);
+    pack_block<Product>(a, kv_head, block, w.keys, w.values, w.unpacked);
+    if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values, w.unpacked);
     attend_block<Product>(a, s, task, block, next, w);
   });
   for (int64_t r = 0; r < rows; ++r)

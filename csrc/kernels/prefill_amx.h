@@ -23,6 +23,7 @@ constexpr int SCORES = MAX_COLUMNS + int(PADDING);
 struct AmxWorkspace {
   int64_t rows, stride_q, stride_acc;
   float *q, *acc, *m, *l, *keys, *values, *scores;
+  float* unpacked;  // rows of int4 as int8
   int64_t floats;
 };
 
@@ -39,6 +40,7 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
   w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
   w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
   w.scores = space.take(2 * AmxProduct::ROWS * SCORES);
+  w.unpacked = space.take(floats_of_unpacked(a));
   w.floats = space.floats();
   return w;
 }
@@ -95,7 +97,7 @@ PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, floa
 template <class Product, int ROWS>
 PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, float scale,
                                              float* m, float* l, float* acc, int64_t stride_acc,
-                                             AmxQueue& beside) {
+                                             AmxQueue& beside, const float* v_scales = nullptr) {
   constexpr int DEPTH = Product::DEPTH;
   F top[ROWS], sum[ROWS];
   float shift[ROWS];
@@ -127,6 +129,7 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
         const F x = load(scores + r * SCORES + c + i * W);
         p[i] = Product::exp2_for_operand(fma(x, set1(scale), set1(-shift[r])));
         sum[r] += p[i];
+        if (v_scales) p[i] *= load(v_scales + c + i * W);
       }
       store(scores + r * SCORES + c / DEPTH, Product::narrow(p));
     }
@@ -151,8 +154,10 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
   const int64_t rows = rows_of(a, task);
   const int64_t depth = key_depth<AmxProduct>(a);
   const float scale = logit_scale(a, s, kv_head);
+  ColumnScales by_token;
+  load_column_scales(a, kv_head, block, by_token);
   // scores that only masks change are scaled when their exponentials are computed
-  const float late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
+  const float late_scale = is_plain(a) && scale > 0 && !by_token.of_keys ? scale : 1.f;
 
   int64_t row = 0;
   int turn = 0;
@@ -234,17 +239,21 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
       for (int r = 0; r < count && late_scale != scale; ++r)
         for (int c = begin; c < end; c += W)
           store(scores + r * SCORES + c, load(scores + r * SCORES + c) * set1(scale));
+      if (by_token.of_keys) scale_columns(scores, SCORES, count, begin, end, by_token.of_keys);
       for (int r = 0; r < count && !finished; ++r)
         finish_row(a, row_at(r), block, begin, end, scores + r * SCORES);
       if (!a.dropout.enabled) {
         update_softmax_lazily<AmxValueProduct, TOGETHER>(scores, begin, end, late_scale, m, l,
-                                                         acc, w.stride_acc, queue);
+                                                         acc, w.stride_acc, queue,
+                                                         by_token.of_values);
         continue;
       }
       update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
       for (int r = 0; r < count; ++r) {
         drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * SCORES);
+        if (by_token.of_values)
+          scale_columns(scores + r * SCORES, 0, 1, begin, end, by_token.of_values);
         narrow<AmxValueProduct>(scores + r * SCORES, begin, end);
       }
     }
@@ -271,7 +280,8 @@ inline void prefill_amx(const Attention& a, const Sequence& s, const paged_attn:
 
   for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
                                      __attribute__((always_inline)) {
-    pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys, w.values);
+    pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys, w.values,
+                                                   w.unpacked);
     prefill_block_amx(a, s, task, block, next, w);
   });
   for (int64_t r = 0; r < rows; ++r)

@@ -64,6 +64,9 @@ struct AttentionArguments {
   int64_t key_rank = has_lists ? 0 : next.integer();
   int64_t key_interleave = has_lists ? 1 : next.integer();
 
+  // Whether k and v may be int4, and have a scale for each token.
+  bool takes_token_scales = true;
+
   // Pages without a table: lists name slots of the cache.
   bool are_slots() const { return has_lists && !block_table && k.dim == 4; }
 };

@@ -25,23 +25,39 @@ bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
                 (t.dim == 0 || t.has_shape({heads}) || t.has_shape({batch, heads})));
 }
 
+// Whether it is a scale for each token of k, or of v: of their shape but for the last dimension. One
+// of as many packed tokens as there are sequences is by sequence.
+bool is_by_token(const TensorView& t, const TensorView& keys, int64_t batch) {
+  if (!t || !t.is(DType::float32) || t.dim != keys.dim - 1) return false;
+  for (int64_t i = 0; i < t.dim; ++i)
+    if (t.size(i) != keys.size(i)) return false;
+  return t.dim == 3 || t.size(0) != batch;
+}
+
+TokenScales token_scales(const TensorView& t) {
+  const float* data = static_cast<const float*>(t.data());
+  if (t.dim == 2) return {data, 0, t.stride(1), t.stride(0)};
+  return {data, t.stride(0), t.stride(1), t.stride(2)};
+}
+
 bool accept_shapes(const AttentionArguments& x, Attention& a) {
   const bool paged = x.block_table || x.are_slots();
   const int64_t kv_dim = paged ? 4 : 3;
   if (x.q.dim != 3 || x.k.dim != kv_dim || x.v.dim != kv_dim) return false;
   if (!is_query_type(x.q.dtype)) return false;
   const auto is_stored = [&](DType d) {
-    return d == x.q.dtype || is_float8(d) || d == DType::int8;
+    return d == x.q.dtype || is_float8(d) || d == DType::int8 ||
+           (d == DType::int4 && x.takes_token_scales);
   };
   if (x.q_latent ? !is_stored(x.v.dtype) : x.v.dtype != x.k.dtype) return false;
-  if (x.k.dtype != x.q.dtype && !is_float8(x.k.dtype) && !x.k.is(DType::int8)) return false;
+  if (!is_stored(x.k.dtype)) return false;
   for (int64_t i = 0; i + 1 < kv_dim; ++i)
     if (x.v.size(i) != x.k.size(i)) return false;
   a.total_q = x.q.size(0);
   a.num_heads = x.q.size(1);
   a.head_dim = x.q.size(2);
   a.num_kv_heads = x.k.size(1);
-  a.head_dim_v = x.v.last();
+  a.head_dim_v = numbers_of(x.v);
   a.page_size = paged ? x.k.size(2) : 0;
   a.num_pages = paged ? x.k.size(0) : 0;
   a.page_shift = -1;
@@ -50,7 +66,7 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   if (a.num_heads < 1 || a.num_heads > 65535 || a.head_dim < 1 || a.num_kv_heads < 1 ||
       a.head_dim_v < 1 || (paged && a.page_size < 1))
     return false;
-  if (a.num_heads % a.num_kv_heads != 0 || x.k.last() != a.head_dim) return false;
+  if (a.num_heads % a.num_kv_heads != 0 || numbers_of(x.k) != a.head_dim) return false;
   if (!x.q.rows_contiguous() || !x.k.rows_contiguous() || !x.v.rows_contiguous()) return false;
 
   if (x.cu_seqlens_q.dim != 1 || !x.cu_seqlens_q.is(DType::int32) || x.cu_seqlens_q.size(0) < 1)
@@ -136,9 +152,12 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
                                               x.alibi_slopes.has_shape({a.batch, a.num_heads}))))
     return false;
   if (x.sinks && !(x.sinks.is(DType::float32) && x.sinks.has_shape({a.num_heads}))) return false;
-  if (!is_descale(x.q_descale, a.batch, a.num_kv_heads) ||
-      !is_descale(x.k_descale, a.batch, a.num_kv_heads) ||
-      !is_descale(x.v_descale, a.batch, a.num_kv_heads))
+  const auto is_key_scale = [&](const TensorView& t) {
+    return is_descale(t, a.batch, a.num_kv_heads) ||
+           (x.takes_token_scales && is_by_token(t, x.k, a.batch));
+  };
+  if (!is_descale(x.q_descale, a.batch, a.num_kv_heads) || !is_key_scale(x.k_descale) ||
+      !is_key_scale(x.v_descale))
     return false;
   a.q_dtype = x.q.dtype;
   a.kv_dtype = x.k.dtype;
@@ -244,8 +263,14 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   a.block_table = strided<int32_t>(x.block_table);
   a.alibi_slopes = per_head(x.alibi_slopes);
   a.q_descale = per_head(x.q_descale);
-  a.k_descale = per_head(x.k_descale);
-  a.v_descale = per_head(x.v_descale);
+  const auto take_scales = [&](const TensorView& t, Strided<float>& by_head, TokenScales& by_token) {
+    if (is_by_token(t, x.k, a.batch))
+      by_token = token_scales(t);
+    else
+      by_head = per_head(t);
+  };
+  take_scales(x.k_descale, a.k_descale, a.k_scales);
+  take_scales(x.v_descale, a.v_descale, a.v_scales);
   a.sinks = strided<float>(x.sinks);
   a.out_scale = static_cast<const float*>(x.out_scale.data());
   a.bias = x.attn_bias.data();

@@ -34,10 +34,13 @@ bool is_quantised(DType d) {
 
 bool accept_cache(const TensorView& from, const Cache& cache) {
   if (cache.view.dim != cache.first + 4) return false;
-  if (cache.view.dtype != from.dtype && !is_quantised(cache.view.dtype)) return false;
-  if (cache.size(1) != from.size(1) || cache.size(3) != from.size(2)) return false;
+  if (cache.size(1) != from.size(1) || numbers_of(cache.view) != from.size(2)) return false;
   if (cache.size(1) < 1 || cache.size(2) < 1 || cache.size(3) < 1) return false;
   return cache.view.rows_contiguous() && from.rows_contiguous();
+}
+
+bool is_stored(const TensorView& from, const Cache& cache) {
+  return cache.view.dtype == from.dtype || is_quantised(cache.view.dtype);
 }
 
 bool accept_scale(const TensorView& scale, const TensorView& from, const Cache& cache) {
@@ -59,9 +62,9 @@ bool in_whole_lines(const CacheWrite& w) {
   return reinterpret_cast<uintptr_t>(w.to) % CACHE_LINE == 0;
 }
 
-bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache,
-            const Cache& v_cache, const TensorView& slots, const TensorView& k_scale,
-            const TensorView& v_scale, ReshapeAndCache& r) {
+// Fills in all but the scales.
+bool accept_rows(const TensorView& key, const TensorView& value, const Cache& k_cache,
+                 const Cache& v_cache, const TensorView& slots, ReshapeAndCache& r) {
   if (key.dim != 3 || value.dim != 3 || key.dtype > DType::float16 || value.dtype != key.dtype)
     return false;
   if (value.size(0) != key.size(0) || value.size(1) != key.size(1)) return false;
@@ -71,7 +74,6 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
     if (v_cache.size(i) != k_cache.size(i)) return false;
   if (slots.dim != 1 || !slots.is_one_of({DType::int32, DType::int64})) return false;
   if (slots.size(0) > key.size(0)) return false;
-  if (!accept_scale(k_scale, key, k_cache) || !accept_scale(v_scale, key, k_cache)) return false;
   r.slots = slots.data();
   r.slot_stride = slots.stride(0);
   r.slots_are_int64 = slots.is(DType::int64);
@@ -81,9 +83,39 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
   if (__builtin_mul_overflow(k_cache.size(0), r.page_size, &r.num_slots)) r.num_slots = INT64_MAX;
   for (int64_t i = 0; i < r.num_tokens; ++i)
     if (slot_at(r, i) >= r.num_slots) return false;
-  r.key = cache_write(key, k_cache, k_scale);
-  r.value = cache_write(value, v_cache, v_scale);
+  r.key = cache_write(key, k_cache, TensorView());
+  r.value = cache_write(value, v_cache, TensorView());
   return true;
+}
+
+bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache,
+            const Cache& v_cache, const TensorView& slots, const TensorView& k_scale,
+            const TensorView& v_scale, ReshapeAndCache& r) {
+  if (!accept_rows(key, value, k_cache, v_cache, slots, r)) return false;
+  if (!is_stored(key, k_cache)) return false;
+  if (!accept_scale(k_scale, key, k_cache) || !accept_scale(v_scale, key, k_cache)) return false;
+  r.key.scale = per_head(k_scale);
+  r.value.scale = per_head(v_scale);
+  return true;
+}
+
+// With a scale for each token and head, which is written, too.
+bool accept_quantize(const TensorView& key, const TensorView& value, const Cache& k_cache,
+                     const Cache& v_cache, const TensorView& slots, const TensorView& k_scale,
+                     const TensorView& v_scale, ReshapeAndCache& r) {
+  if (!accept_rows(key, value, k_cache, v_cache, slots, r)) return false;
+  if (!is_quantised(k_cache.view.dtype) && !k_cache.view.is(DType::int4)) return false;
+  const auto take = [&](const TensorView& scale, CacheWrite& w) {
+    if (!scale.is(DType::float32) ||
+        !scale.has_shape({k_cache.size(0), k_cache.size(1), k_cache.size(2)}))
+      return false;
+    w.token_scales = static_cast<float*>(scale.mutable_data());
+    w.scale_stride_page = scale.stride(0);
+    w.scale_stride_head = scale.stride(1);
+    w.scale_stride_token = scale.stride(2);
+    return true;
+  };
+  return take(k_scale, r.key) && take(v_scale, r.value);
 }
 
 void run(ReshapeAndCache& r) {
@@ -92,7 +124,7 @@ void run(ReshapeAndCache& r) {
   const int64_t elements = r.num_tokens * r.num_heads * (r.key.head_dim + r.value.head_dim);
   const int64_t threads = elements < 65536 ? 1 : int64_t(torch::stable::get_num_threads());
   r.residues = (threads + 1) / 2;
-  if (elements * bytes_of(r.key.to_dtype) >= STREAMED_BYTES)
+  if (elements * bytes_of(r.key.to_dtype) >= STREAMED_BYTES && !r.key.token_scales)
     for (CacheWrite* w : {&r.key, &r.value}) w->streamed = in_whole_lines(*w);
   const Kernels& isa = kernels();
   run_tasks(2 * r.residues, threads, [&](int64_t task) {
@@ -129,9 +161,24 @@ void reshape_and_cache_split(StableIValue* stack, uint64_t num_args, uint64_t) {
   run(call);
 }
 
+void reshape_and_cache_quantize(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("reshape_and_cache.quantize", stack, num_args);
+  const TensorView key = next.tensor(), value = next.tensor();
+  const TensorView k_cache = next.tensor(), v_cache = next.tensor();
+  const TensorView k_scale = next.tensor(), v_scale = next.tensor();
+  const TensorView slot_mapping = next.tensor();
+  ReshapeAndCache call = {};
+  next.require(next.are_readable() && accept_quantize(key, value, {k_cache, 0, 0}, {v_cache, 0, 0},
+                                                      slot_mapping, k_scale, v_scale, call));
+  for (const TensorView* written : {&k_cache, &v_cache, &k_scale, &v_scale})
+    bump_version(written->handle);
+  run(call);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
   m.impl("reshape_and_cache", &reshape_and_cache);
   m.impl("reshape_and_cache.split", &reshape_and_cache_split);
+  m.impl("reshape_and_cache.quantize", &reshape_and_cache_quantize);
 }

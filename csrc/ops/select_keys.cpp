@@ -78,7 +78,8 @@ struct SelectArguments {
             .batch_invariant = false,
             .key_ranks = 1,
             .key_rank = 0,
-            .key_interleave = 1};
+            .key_interleave = 1,
+            .takes_token_scales = false};
   }
 };
 

@@ -72,7 +72,8 @@ struct MassArguments {
             .softcap = softcap,
             .out_dtype = std::nullopt,
             .deterministic = true,
-            .batch_invariant = false};
+            .batch_invariant = false,
+            .takes_token_scales = false};
   }
 };
 

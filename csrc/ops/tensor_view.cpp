@@ -14,7 +14,7 @@ const int32_t* dtype_codes() {
   static const int32_t codes[] = {
       aoti_torch_dtype_float32(),       aoti_torch_dtype_bfloat16(),    aoti_torch_dtype_float16(),
       aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_int8(),
-      aoti_torch_dtype_bool(),          aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
+      aoti_torch_dtype_uint8(),         aoti_torch_dtype_bool(),          aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
   };
   return codes;
 }

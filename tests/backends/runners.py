@@ -87,7 +87,8 @@ class Runner:
     def has(self, op):
         """Whether the backend has an op, which it may lack where the op is of selected keys."""
         backend = self.backend()
-        return "select" not in op or backend.is_compiled or backend.has(op)
+        is_rare = "select" in op or "quantize" in op
+        return not is_rare or backend.is_compiled or backend.has(op)
 
     def lacks(self):
         """The arguments of attention that it refuses."""
@@ -124,6 +125,14 @@ class Runner:
         key, value = moved((key, value), self.device)
         torch_paged_attn.reshape_and_cache(key, value, caches, *others)
         return caches.cpu() if isinstance(caches, torch.Tensor) else to_cpu(caches)
+
+    def quantize(self, key, value, caches, scales, slots):
+        """The caches and the scales after `reshape_and_cache.quantize`, which may be written."""
+        caches, scales, slots = moved((caches, scales, slots), self.device)
+        key, value = moved((key, value), self.device)
+        write = torch_paged_attn.reshape_and_cache
+        write(key, value, caches, slots, *scales, quantize=True)
+        return to_cpu((*caches, *scales))
 
     def merge(self, *states, **options):
         return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device), **options))
@@ -220,6 +229,10 @@ class Functions(Runner):
         self._function(op)(key, value, *([caches] if is_one else caches), slots, *scales)
         return caches
 
+    def quantize(self, key, value, caches, scales, slots):
+        self._function("reshape_and_cache.quantize")(key, value, *caches, *scales, slots)
+        return *caches, *scales
+
     def merge(self, *states, **options):
         op = "merge_states" if len(states) == 4 else "merge_states.list"
         return self._function(op)(*states, **options)
@@ -276,6 +289,10 @@ class Reference(Runner):
 
     def merge_gradients(self, *given):
         return reference.merge_states_backward(*given)
+
+    def quantize(self, key, value, caches, scales, slots):
+        reference.reshape_and_cache_quantize(key, value, *caches, *scales, slots)
+        return *caches, *scales
 
     def write(self, key, value, caches, slots, *scales):
         is_one = isinstance(caches, torch.Tensor)

@@ -1,5 +1,7 @@
 """`reshape_and_cache` on every backend: exactly the bytes the reference writes, and no other."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from same_bits import assert_same_bits
@@ -162,3 +164,78 @@ def test_write_twice(runner):
     }
     assert len(winners) == 1
     assert not runner.last_wins or winners == {key.shape[0] - 1}
+
+
+class Quantize(NamedTuple):
+    """Dtype of new tokens, of the cache, and how cache and scales lie."""
+
+    dtype: torch.dtype
+    stored: torch.dtype
+    layout: str
+    op: str = "reshape_and_cache.quantize"
+
+
+INT4 = torch.uint8
+QUANTIZES = {
+    f"{SHORT[x.dtype]}-{SHORT.get(x.stored, 'i4')}-{x.layout}": x
+    for x in (
+        Quantize(torch.bfloat16, torch.int8, "hnd"),
+        Quantize(torch.bfloat16, torch.float8_e4m3fn, "nhd"),
+        Quantize(torch.float16, torch.float8_e5m2, "hnd"),
+        Quantize(torch.float32, torch.int8, "rows"),
+        Quantize(torch.float32, INT4, "rows"),
+        Quantize(torch.bfloat16, INT4, "nhd"),
+    )
+}
+
+
+def in_rows(num_pages, page_size, heads, widths, dtype):
+    """Caches and scales that are views of one memory: of each token and head its key, the key's
+    scale, its value and the value's scale.
+    """
+    memory = torch.full((num_pages, page_size, heads, sum(widths) + 8), 77, dtype=torch.uint8)
+    parts = memory.split([widths[0], 4, widths[1], 4], -1)
+    parts = [x.view(torch.float32)[..., 0] if x.shape[-1] == 4 else x.view(dtype) for x in parts]
+    k_cache, k_scale, v_cache, v_scale = (x.transpose(1, 2) for x in parts)
+    return (k_cache, v_cache), (k_scale, v_scale)
+
+
+@pytest.mark.over(QUANTIZES)
+def test_quantize(case, runner):
+    dtype, stored, layout, _ = case
+    heads, page_size, slots = 3, 16, 320
+    key, value, _, mapping = make(
+        dtype, torch.float32, tokens=runner.write_tokens, heads=heads, dim=24, dim_v=40
+    )
+    key[24], value[24, 1] = 0.0, 0.0  # rows of zeros have scale 1
+    widths = [n // 2 if stored == INT4 else n for n in (24, 40)]
+    if layout == "rows":
+        caches, scales = in_rows(slots // page_size, page_size, heads, widths, stored)
+    else:
+        shape = (slots // page_size, heads, page_size)
+        order = (0, 2, 1) if layout == "nhd" else (0, 1, 2)
+        shape = [shape[i] for i in order]
+        caches = [torch.full((*shape, n), 77.0).to(stored).permute(*order, 3) for n in widths]
+        scales = [torch.full(shape, 77.0).permute(*order) for _ in range(2)]
+    wanted = [x.clone() for x in (*caches, *scales)]
+    reference.reshape_and_cache_quantize(key, value, *wanted, mapping)
+    found = runner.quantize(key, value, tuple(caches), tuple(scales), mapping)
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.over({"i4": Quantize(torch.float32, INT4, "hnd")})
+def test_quantized_rows_that_are_not_finite(case, runner):
+    """A NaN is in its own row alone, by the scale; what stands beside it is exact."""
+    key = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0))
+    clean = key.clone()
+    key[1, 0, 5] = float("nan")
+    results = []
+    for new in (key, clean):
+        caches = [torch.zeros(1, 2, 16, 16, dtype=INT4) for _ in range(2)]
+        scales = [torch.full((1, 2, 16), 77.0) for _ in range(2)]
+        results.append(runner.quantize(new, new, tuple(caches), tuple(scales), torch.arange(4)))
+    found, wanted = results
+    assert found[2][0, 0, 1].isnan() and found[3][0, 0, 1].isnan()
+    for x, y in zip(found, wanted, strict=True):
+        x[0, 0, 1] = y[0, 0, 1]
+    assert_same_bits(found, wanted)

@@ -45,6 +45,15 @@ def test_what_a_sample_leaves_out_is_run_by_the_suite_of_its_device():
         assert f"make {target}" in workflow
 
 
+def test_what_is_left_to_thorough_is_run_by_it():
+    lines = (REPOSITORY / "Makefile").read_text().splitlines()
+    folders = {word for x in lines if x.startswith("\t$(THOROUGH) ") for word in x.split()}
+    for page in (REPOSITORY / "tests").rglob("test_*.py"):
+        if "mark.thorough" in page.read_text() and page != Path(__file__):
+            over = {x.relative_to(REPOSITORY).as_posix() for x in (page, *page.parents[:2])}
+            assert over & folders, f"no part of `make thorough` runs {page}"
+
+
 def is_judged(problem, by, cases):
     """Whether a test outside the sample is there and names the problem, or one inside takes it."""
     file, _, function = by.test.partition("::")

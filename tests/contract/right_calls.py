@@ -58,6 +58,18 @@ def split():
     return args
 
 
+def quantized():
+    return {
+        "key": torch.randn(4, 2, 8),
+        "value": torch.randn(4, 2, 6),
+        "k_cache": torch.zeros(5, 2, 4, 8, dtype=torch.int8),
+        "v_cache": torch.zeros(5, 2, 4, 6, dtype=torch.int8),
+        "k_scale": torch.ones(5, 2, 4),
+        "v_scale": torch.ones(5, 2, 4),
+        "slot_mapping": torch.tensor([0, 19, -1, 7]),
+    }
+
+
 def states():
     return {
         "out_a": torch.randn(3, 2, 4),
@@ -73,5 +85,6 @@ BASES = {
     "sparse": ("blocksparse", sparse),
     "cached": ("reshape_and_cache", cached),
     "split": ("reshape_and_cache.split", split),
+    "quantized": ("reshape_and_cache.quantize", quantized),
     "states": ("merge_states", states),
 }

@@ -36,6 +36,9 @@ def test_reshape_and_cache():
     ops = torch.ops.paged_attn.reshape_and_cache
     torch.library.opcheck(ops.default, (key, key, torch.randn(2, 5, 2, 4, 8), slots))
     torch.library.opcheck(ops.split, (key, key, k_cache, v_cache, slots))
+    k_cache, v_cache = (x.to(torch.int8) for x in (k_cache, v_cache))
+    scales = torch.ones(5, 2, 4), torch.ones(5, 2, 4)
+    torch.library.opcheck(ops.quantize, (key, key, k_cache, v_cache, *scales, slots))
 
 
 def test_merge_states():

@@ -41,7 +41,16 @@ STATIC = [
         {"v": r(9, 2, 6, dtype=torch.bfloat16)},
         "expected v to be float32 ... got bfloat16",
     ),
-    ("packed", {"k": torch.ones(9, 2, 8, dtype=torch.uint8)}, "expected k to be ... got uint8"),
+    (
+        "packed",
+        {"k": torch.ones(9, 2, 4, dtype=torch.uint8)},
+        "expected v to be uint8 ... got float32",
+    ),
+    (
+        "packed",
+        {name: torch.ones(9, 2, 8, dtype=torch.uint8) for name in ("k", "v")},
+        "expected k's head_dim to be q's head_dim, 8 (uint8 is int4 ... got 16",
+    ),
     (
         "packed",
         {"v": r(8, 2, 6)},
@@ -131,6 +140,18 @@ STATIC = [
     ("packed", {"q_descale": r(4)}, "expected q_descale to be ... got shape (4,)"),
     ("packed", {"k_descale": r(2).half()}, "expected k_descale to be ... got float16"),
     ("packed", {"v_descale": r(2, 2, 1)}, "expected v_descale to be ... got shape (2, 2, 1)"),
+    (
+        "packed",
+        {"k_descale": r(8, 2)},
+        "k_descale to be (), by token (total_k, heads) = (9, 2) ... got shape (8, 2)",
+    ),
+    (
+        "paged",
+        {"v_descale": r(5, 4, 2)},
+        "by token (num_pages, num_kv_heads, page_size) = (5, 2, 4), ... got shape (5, 4, 2)",
+    ),
+    ("paged", {"k_descale": r(20, 2)}, "expected k_descale to be ... got shape (20, 2)"),
+    ("packed", {"q_descale": r(9, 2)}, "expected q_descale to be ... got shape (9, 2)"),
     ("packed", {"out_dtype": torch.int8}, "expected out_dtype to be float32 ... got int8"),
     (
         "packed",
@@ -317,6 +338,18 @@ STATIC = [
         "cached",
         {"k_scale": torch.tensor(1.0)},
         "expected k_scale to be None for a cache of float32 ... got a tensor",
+    ),
+    ("quantized", {"k_scale": r(2)}, "expected k_scale to be (num_pages, num_kv_heads, page_size)"),
+    ("quantized", {"v_scale": r(5, 2, 4).half()}, "expected v_scale to be float32 ... got float16"),
+    (
+        "quantized",
+        {"k_cache": r(5, 2, 4, 8), "v_cache": r(5, 2, 4, 6)},
+        "expected k_cache to be float8_e4m3fn ... got float32",
+    ),
+    (
+        "quantized",
+        {name: torch.zeros(5, 2, 4, 8, dtype=torch.uint8) for name in ("k_cache", "v_cache")},
+        "expected k_cache's num_kv_heads and head_dim to be 2 and 8 ... got 2 and 16",
     ),
     (
         "split",
@@ -561,5 +594,11 @@ VALUES = [
         {"slot_mapping": ints(INT32_MAX)},
         IndexError,
         f"expected slot_mapping[0] to be ... got {INT32_MAX}",
+    ),
+    (
+        "quantized",
+        {"slot_mapping": ints(3, 20)},
+        IndexError,
+        "expected slot_mapping[1] to be below ... got 20",
     ),
 ]

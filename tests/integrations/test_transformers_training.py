@@ -104,7 +104,10 @@ def after_a_prefix(model):
     return model(input_ids=tokens(3, LENGTH), past_key_values=cache, attention_mask=seen)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+# T5, with cross-attention and a bias, is compiled below
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["eager", "compiled"]
+)
 def test_cross_attention(compiled):
     assert_trains("Whisper", WHISPER, speech, compiled)
 

@@ -40,7 +40,8 @@ def build(setup, monkeypatch):
     command.build_temp = ""
 
     def run(*refused):
-        def compile_plain(sources, **_):
+        def compile_plain(sources, *, extra_postargs, **_):
+            run.flags += extra_postargs
             if Path(sources[0]).stem in refused:
                 raise CompileError("no such instruction")
             return [Path(sources[0]).stem]
@@ -49,7 +50,7 @@ def build(setup, monkeypatch):
         command.build_extension(extension)
         return extension.extra_objects, [name for name, _ in extension.define_macros]
 
-    run.all = [*setup["ISA_FLAGS"]]
+    run.all, run.flags = [*setup["ISA_FLAGS"]], []
     return run
 
 
@@ -96,15 +97,38 @@ def test_a_build_for_here_knows_the_processor(flags, cpuinfo, runs, setup):
     assert setup["runs_here"](flags, cpuinfo) == runs
 
 
-def test_only_a_build_for_here_leaves_kernels_unoptimised(setup):
-    assert all(setup["level_of"](isa) == [] for isa in setup["ISA_FLAGS"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_build_for_here_optimises_the_best_kernels(setup):
+    found = {isa: setup["level_of"](isa, "flags : fpu avx2 fma f16c") for isa in setup["ISA_FLAGS"]}
+    assert found.pop("generic") == ["-O1"] and found.pop("avx2") == []
+    assert found and all(level == ["-fsyntax-only"] for level in found.values())
+    # what says nothing of its processor may have everything
+    assert setup["level_of"]("amx", "Features : fp asimd") == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_build_for_here_links_what_runs_here(setup, build, tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx2 fma f16c\n")
+    names = setup["level_of"].__globals__
+    monkeypatch.setitem(names, "IS_FOR_HERE", True)
+    monkeypatch.setitem(names, "CPUINFO", cpuinfo)
+    objects, macros = build()
+    left_out = {*build.all} - {"generic", "avx2"}
+    assert sorted(objects) == ["avx2", "generic"]
+    assert {*macros} == {f"PAGED_ATTN_WITHOUT_{isa}" for isa in left_out}
+
+
+def test_other_builds_optimise_all_kernels(build):
+    build()
+    assert {flag for flag in build.flags if flag.startswith("-O")} == {"-O3"}
 
 
 @pytest.mark.skipif(not COMPILERS, reason="needs a compiler")
 def test_the_dispatch_names_no_table_that_is_left_out(setup, tmp_path):
     """Whatever is left out, alone or all of it."""
     isas = [isa for isa in setup["ISA_FLAGS"] if isa != "generic"]
-    for left_out in [*([isa] for isa in isas), isas]:
+    for left_out in [*([isa] for isa in (isas if THOROUGH else isas[-1:])), isas]:
         target = str(tmp_path / "dispatch.o")
         flags = [f"-DPAGED_ATTN_WITHOUT_{isa}" for isa in left_out]
         source = ["-std=c++20", "-c", "csrc/dispatch.cpp", "-o", target]
@@ -117,13 +141,13 @@ def test_the_dispatch_names_no_table_that_is_left_out(setup, tmp_path):
             assert f"_ZN10paged_attn{len(table)}{table}E" not in names
 
 
-@pytest.mark.parametrize("compiler", COMPILERS if THOROUGH else COMPILERS[:1])
+@pytest.mark.thorough(on_gpu=False)  # `make install` compiles with the first
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiles(compiler, setup):
-    """Every compiler that is here, and whole objects, in `make thorough`."""
     for isa, flags in setup["ISA_FLAGS"].items():
         command = [compiler, *setup["KERNEL_FLAGS"], *flags, f"csrc/isa/{isa}.cpp"]
-        command += ["-c", "-o", os.devnull] if THOROUGH else ["-O0", "-fsyntax-only"]
-        subprocess.run([*command, "-Wno-unknown-warning-option"], cwd=ROOT, check=True)
+        command += ["-c", "-o", os.devnull, "-Wno-unknown-warning-option"]
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
 @pytest.fixture

@@ -169,6 +169,51 @@ def test_descales_multiply_stored_values():
         assert lse.item() == pytest.approx(10.0 * (2 * 0.5) * (4 * 0.25))
 
 
+def test_a_scale_by_token_multiplies_its_token():
+    q, k = torch.tensor([[[1.0]]]), torch.tensor([[[3]], [[3]], [[127]]], dtype=torch.int8)
+    k_descale, v_descale = torch.tensor([[0.5], [2.0], [math.nan]]), torch.ones(3, 1)
+    v = torch.tensor([[[10]], [[20]], [[127]]], dtype=torch.int8)
+    v_descale[1:, 0] = torch.tensor([0.1, math.nan])
+    bounds, used = cumulative([1]), torch.tensor([2], dtype=torch.int32)
+    options = {"softmax_scale": 1.0, "precision": GOLDEN}
+    scales = {"k_descale": k_descale, "v_descale": v_descale}
+    expected = (10.0 * math.exp(1.5) + 2.0 * math.exp(6.0)) / (math.exp(1.5) + math.exp(6.0))
+    out, lse = flash_varlen(q, k, v, bounds, cumulative([3]), seqused_k=used, **scales, **options)
+    assert out.item() == pytest.approx(expected)
+    assert lse.item() == pytest.approx(math.log(math.exp(1.5) + math.exp(6.0)))
+    # pages of two, the second page first: (num_pages, num_kv_heads, page_size)
+    pages = [x.new_zeros(2, 1, 2, *x.shape[2:]) for x in (k, v, k_descale, v_descale)]
+    for page, x in zip(pages, (k, v, k_descale, v_descale), strict=True):
+        page[1, 0], page[0, 0, 0] = x[:2, 0], x[2, 0]
+    k, v, k_descale, v_descale = pages
+    scales = {"k_descale": k_descale, "v_descale": v_descale}
+    table = torch.tensor([[1, 0]], dtype=torch.int32)
+    out, _ = flash_varlen(q, k, v, bounds, seqused_k=used, block_table=table, **scales, **options)
+    assert out.item() == pytest.approx(expected)
+
+
+def test_as_many_packed_tokens_as_sequences_have_scales_by_sequence():
+    """The sequences have two keys and none: a scale by token would be 3 for the second key."""
+    q, k = torch.ones(2, 1, 1), torch.ones(2, 1, 1, dtype=torch.int8)
+    bounds = cumulative([2, 0])
+    _, lse = flash_varlen(
+        q, k, k, bounds, bounds, k_descale=torch.tensor([[1.0], [3.0]]), softmax_scale=1.0
+    )
+    assert lse[0].tolist() == pytest.approx([1.0 + math.log(2)] * 2)
+
+
+def test_int4_has_the_even_number_in_the_low_bits():
+    """Bytes 0x92, 0x7F are the numbers 2, -7, -1, 7."""
+    stored = torch.tensor([0x92, 0x7F], dtype=torch.uint8).view(1, 1, 2)
+    bounds = cumulative([1])
+    for i, number in enumerate((2.0, -7.0, -1.0, 7.0)):
+        q = torch.zeros(1, 1, 4)
+        q[..., i] = 1.0
+        out, lse = flash_varlen(q, stored, stored, bounds, bounds, softmax_scale=1.0)
+        assert lse.item() == number
+        assert out.flatten().tolist() == [2.0, -7.0, -1.0, 7.0]
+
+
 def test_float8_output_divides_rounds_and_saturates():
     one = torch.tensor([[[1.0]]])
     values = torch.tensor([[[3.0]], [[1000.0]], [[-1e9]]])

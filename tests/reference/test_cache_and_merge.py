@@ -7,7 +7,13 @@ import torch
 
 import torch_paged_attn
 from torch_paged_attn.ops.merge_states import composed_list
-from torch_paged_attn.reference import GOLDEN, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.reference import (
+    GOLDEN,
+    flash_varlen,
+    merge_states,
+    reshape_and_cache,
+    reshape_and_cache_quantize,
+)
 from torch_paged_attn.testing import assert_same_in_float64
 from torch_paged_attn.testing.inputs import cumulative
 
@@ -35,6 +41,35 @@ def test_eight_bits_round_to_even_and_saturate(dtype, stored):
     cache = torch.zeros(2, 1, 1, 1, 4).to(dtype)
     reshape_and_cache(key, key, cache, torch.tensor([0]), torch.tensor(0.5), torch.tensor([1.0]))
     assert cache[0].float().flatten().tolist() == stored
+
+
+@pytest.mark.parametrize(
+    "dtype, stored, largest",
+    [
+        (torch.int8, [32, -127, 0, 2], 127),
+        (torch.float8_e4m3fn, [112.0, -448.0, 0.0, 7.0], 448),
+        (torch.float8_e5m2, [14336.0, -57344.0, 0.0, 896.0], 57344),
+        (torch.uint8, [2 | 9 << 4, 0], 7),
+    ],
+)
+def test_a_quantised_row_has_the_scale_of_its_largest_number(dtype, stored, largest):
+    key = torch.tensor([2.0, -8.0, 0.0, 0.125]).view(1, 1, 4)
+    caches = [torch.zeros(2, 1, 2, len(stored)).to(dtype) for _ in range(2)]
+    scales = [torch.full((2, 1, 2), math.nan) for _ in range(2)]
+    reshape_and_cache_quantize(key, 0.0 * key, *caches, *scales, torch.tensor([3]))
+    assert caches[0][1, 0, 1].float().tolist() == stored
+    assert scales[0][1, 0, 1] == torch.tensor(8.0) / largest
+    # a row of zeros has scale 1, and the scales of other slots stay
+    assert scales[1][1, 0, 1] == 1.0 and not caches[1].float().any()
+    assert all(int(x.isnan().sum()) == 3 for x in scales)
+
+
+def test_a_scale_too_small_for_float32_is_one():
+    key = torch.full((1, 1, 4), 1e-44)
+    caches = [torch.ones(1, 1, 1, 4).to(torch.float8_e5m2) for _ in range(2)]
+    scales = [torch.zeros(1, 1, 1) for _ in range(2)]
+    reshape_and_cache_quantize(key, key, *caches, *scales, torch.tensor([0]))
+    assert scales[0].item() == 1.0 and not caches[0].float().any()
 
 
 def test_merge_by_hand():

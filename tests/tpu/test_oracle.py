@@ -46,6 +46,7 @@ def forget_seeded_kernels():
     forget_kernels()
 
 
+@pytest.mark.device_suite
 @pytest.mark.parametrize(*modes("on_wait", "eager"))
 def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
     def wait_for_keys_only(self, tile, block, slot):

@@ -115,7 +115,7 @@ def prompts(size):
 # each is compiled: one whose bits, lanes and fold others have is left to `make thorough`
 KINDS = [
     pytest.param("bfloat16", "bfloat16", 2, 64, 32, marks=pytest.mark.device_suite),
-    ("float32", "float32", 1, 128, 8),
+    pytest.param("float32", "float32", 1, 128, 8, marks=pytest.mark.device_suite),
     *(
         pytest.param(*kind, marks=pytest.mark.thorough)
         for kind in (

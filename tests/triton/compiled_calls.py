@@ -121,6 +121,17 @@ MORE = {
         Problem("d128/said_wave/bf16", (*LONG, *SOME * 2), 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_several_once/kv_int8", SOME[:6], 8, 2, 128, page_size=16, **OF_INT8),
         Problem("d128/said_several/kv_int8", LONG, 8, 2, 128, page_size=16, **OF_INT8),
+        # of bits that depend on a sequence alone, without a list of tiles
+        Problem(
+            "d128/decode_invariant/bf16",
+            LONG,
+            8,
+            2,
+            128,
+            dtype=bf16,
+            page_size=16,
+            batch_invariant=True,
+        ),
         Problem("d64/said_several_near/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_several/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_few_near/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),

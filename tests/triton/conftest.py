@@ -34,7 +34,7 @@ def kernels():
 
     ops = (
         "flash_varlen", "blocksparse", "merge_states", "reshape_and_cache", "append_slots",
-        "append_and_attend",
+        "append_and_attend", "attend_cache",
     )  # fmt: skip
     functions = {op: BACKEND.function(op) for op in ops}
     return types.SimpleNamespace(

@@ -14,9 +14,22 @@ AT_RUN_TIME = ("window_size_left", "window_size_right", "softcap", "padding_rows
 
 def every_other(cases: Iterable[Any]) -> list[Any]:
     """With `--sample`, the first of the cases, the third and so on."""
-    return [
-        pytest.param(x, marks=pytest.mark.device_suite) if i % 2 else x for i, x in enumerate(cases)
-    ]
+    return every(2, cases)
+
+
+def every(step: int, cases: Iterable[Any]) -> list[Any]:
+    """With `--sample`, the first of the cases and each that is so many behind the one before."""
+    return [x if i % step == 0 else left_out(x) for i, x in enumerate(cases)]
+
+
+def every_row(step: int, rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The same of cases of several arguments."""
+    return [x if i % step == 0 else left_out(*x) for i, x in enumerate(rows)]
+
+
+def left_out(*case: Any) -> Any:
+    """A case, by its arguments, that `--sample` leaves to the device's suite."""
+    return pytest.param(*case, marks=pytest.mark.device_suite)
 
 
 def values_of(problem: Problem) -> Iterator[tuple[str, str]]:

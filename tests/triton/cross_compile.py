@@ -8,13 +8,11 @@ launch, because a launch is what happens, up to the point where a kernel would b
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import re
 import struct
@@ -23,8 +21,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from compiled_calls import BACKWARD, BACKWARDS, CALLS, INVARIANT, attention
+from processes import workers
 
 from torch_paged_attn.testing import Problem
 
@@ -307,20 +305,6 @@ def specialisations(arch: str, problems: list[Problem]) -> dict[str, int]:
     finally:
         JITFunction.run = run
     return {name: len(found) for name, found in keys.items()}
-
-
-def _compile_for_real() -> None:
-    """Not in the interpreter, which the suite in the parent process turns on."""
-    os.environ["TRITON_INTERPRET"] = "0"
-    torch.set_num_threads(1)
-
-
-def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes in which `compile_call` works: for one chip, for those of NVIDIA or for those of
-    gfx9. LLVM crashes on float8 for gfx1201 in a process that has compiled for others of AMD's.
-    """
-    context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(processes, context, _compile_for_real)
 
 
 def main() -> None:

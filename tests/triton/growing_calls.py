@@ -3,12 +3,13 @@ returns a function of the step's number; what it computes is worth nothing.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+import growing_selected
 import torch
-from torch import Tensor
+from growing_tensors import BATCH, DIM, HEADS, KV_HEADS, New, Step
+from growing_training import blocksparse_training, dense_training, merge_training, training
 
 import torch_paged_attn as tpa
 from torch_paged_attn.integrations import torch_attention, torch_sdpa
@@ -18,36 +19,7 @@ from torch_paged_attn.integrations.flash_attn import (
     flash_attn_with_kvcache,
 )
 from torch_paged_attn.ops.append_and_attend import append_and_attend as append
-
-HEADS, KV_HEADS, DIM = 32, 8, 128
-BATCH = 4
-
-Step = Callable[[int], Any]
-
-
-class New:
-    """Makes tensors on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def qkv(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of as many tokens."""
-        return self(*shape, HEADS, DIM), *(self(*shape, KV_HEADS, DIM) for _ in "kv")
-
-    def ints(self, values: Any) -> Tensor:
-        return torch.tensor([*values], dtype=torch.int32, device=self.device)
-
-    def bounds(self, lengths: Any) -> Tensor:
-        """cu_seqlens of sequences of these lengths."""
-        return self.ints([0, *itertools.accumulate(lengths)])
-
-    def pages(self, count: int, page_size: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """A cache of pages: keys and values, as `flash_varlen` takes them."""
-        return self(2, count, page_size, KV_HEADS, DIM, dtype=dtype).transpose(2, 3)
+from torch_paged_attn.ops.attend_cache import attend_cache as attend
 
 
 def dense_prefill(new: New, **options: Any) -> Step:
@@ -129,6 +101,21 @@ def append_and_attend(new: New, page_size: int = 16) -> Step:
         table = new.ints(range(batch * (20 + i))).view(batch, -1) % 4096
         seqlens = new.ints([page_size * (10 + i)] * batch)
         return append(q, *pages, k, v, seqlens, table, causal=True)
+
+    return step
+
+
+def attend_cache(new: New, page_size: int = 0) -> Step:
+    """What `flash_attn_with_kvcache` calls on a GPU for calls without new tokens: pages, or a dense
+    cache that is made anew each step.
+    """
+
+    def step(i: int) -> Any:
+        batch, keys = 1 + i, 100 + 13 * i
+        width = -(-keys // page_size) if page_size else 1
+        _, *cache = new.qkv(*((1024, page_size) if page_size else (batch, keys)))
+        table = new.ints(range(batch * width)).view(batch, -1) % 1024 if page_size else None
+        return attend(new.qkv(batch, 1)[0], *cache, new.ints([keys] * batch), table, causal=True)
 
     return step
 
@@ -288,42 +275,6 @@ def sharded_decode(new: New) -> Step:
     return step
 
 
-def training(new: New, is_dense: bool = False, **options: Any) -> Step:
-    """Packs of a growing number of tokens, forward and backward."""
-
-    def step(i: int) -> Any:
-        tokens = 700 + 131 * i
-        q, k, v = (x.requires_grad_() for x in new.qkv(tokens))
-        bounds = new.bounds([tokens] if is_dense else [300, tokens - 300])
-        out, _ = tpa.flash_varlen(q, k, v, cu_seqlens_q=bounds, causal=True, **options)
-        out.backward(torch.empty_like(out))
-
-    return step
-
-
-def dense_training(new: New) -> Step:
-    def step(i: int) -> Any:
-        tensors = [x.requires_grad_() for x in new.qkv(2, 100 + 37 * i)]
-        out = flash_attn_func(*tensors, causal=True)
-        out.backward(torch.empty_like(out))
-
-    return step
-
-
-def blocksparse_training(new: New) -> Step:
-    def step(i: int) -> Any:
-        length = 512 + 64 * i
-        layout = tpa.layouts.local_strided(
-            1, length, 64, local_blocks=4, vert_stride=8, device=new.device
-        )
-        q, k, v = (x.requires_grad_() for x in new.qkv(length))
-        bounds = new.bounds([length])
-        out, _ = tpa.blocksparse(q, k, v, cu_seqlens_q=bounds, causal=True, **layout.arguments())
-        out.backward(torch.empty_like(out))
-
-    return step
-
-
 def cache_writes(new: New) -> Step:
     """More tokens each step, into a cache that grows, too."""
 
@@ -336,10 +287,12 @@ def cache_writes(new: New) -> Step:
     return step
 
 
-def merges(new: New) -> Step:
+def merges(new: New, parts: int) -> Step:
     def step(i: int) -> Any:
         out, lse = new(1 + 7 * i, HEADS, DIM), new(HEADS, 1 + 7 * i, dtype=torch.float32)
-        return tpa.merge_states(out, lse, out, lse)
+        if parts == 2:
+            return tpa.merge_states(out, lse, out, lse)
+        return tpa.merge_states([out] * parts, [lse] * parts)
 
     return step
 
@@ -380,6 +333,8 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "with_kvcache/leftpad": padded_cache,
     "with_kvcache/paged": paged_with_kvcache,
     "append_and_attend": append_and_attend,
+    "attend_cache/dense": attend_cache,
+    "attend_cache/paged": lambda new: attend_cache(new, 16),
     "paged_kv_cache": paged_kv_cache,
     "flash_varlen/paged_decode": lambda new: paged_decode(new, 16),
     "flash_varlen/paged_decode_unsaid": lambda new: paged_decode(new, 16, said=False),
@@ -401,7 +356,9 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "blocksparse/training": blocksparse_training,
     "sharded_decode": sharded_decode,
     "reshape_and_cache": cache_writes,
-    "merge_states": merges,
+    "merge_states": lambda new: merges(new, 2),
+    "merge_states/list": lambda new: merges(new, 4),
+    "merge_states/training": merge_training,
     "latent/decode": lambda new: latent(new, is_decode=True),
     "latent/prefill": lambda new: latent(new, is_decode=False),
     **{
@@ -409,6 +366,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
         for n in (1, 16, 17, 32, 128)
     },
     "latent/prefill_16": lambda new: latent(new, is_decode=False, page_size=16),
+    **growing_selected.LOOPS,
 }
 
 

@@ -31,6 +31,8 @@ class Kernels:
     def __init__(self) -> None:
         # kernel's name -> Triton's key -> what the kernel is compiled for, by argument
         self.found: dict[str, dict[str, dict[str, Any]]] = {}
+        # kernel's name and a number of a group of arguments -> what Triton compiles for its values
+        self.in_groups: dict[str, set[Any]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self.found.values()))
@@ -38,6 +40,19 @@ class Kernels:
     def by_name(self) -> dict[str, int]:
         """Kernel's name -> how many would be compiled."""
         return {name: len(of) for name, of in self.found.items()}
+
+    def specialised(self) -> dict[str, set[Any]]:
+        """The numbers of groups for whose values there are kernels of their own: Triton heeds
+        `do_not_specialize` of arguments alone, not of a group of numbers.
+        """
+        return {name: kinds for name, kinds in self.in_groups.items() if len(kinds) > 1}
+
+    def note_groups(self, kernel: str, arguments: Any, specialization: Any) -> None:
+        """Take down the numbers of the groups of a call."""
+        for (name, value), (kind, key) in zip(arguments.items(), specialization, strict=True):
+            if isinstance(value, tuple) and kind != "constexpr":
+                for of_number, found in _numbers(f"{kernel}: {name}", value, kind, key):
+                    self.in_groups.setdefault(of_number, set()).add(found)
 
     def report(self) -> str:
         """Each kernel's name and number, and the values that differ from one to the next."""
@@ -60,6 +75,17 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{name}.{fields[i] if fields else i}", part)
     else:
         yield name, value
+
+
+def _numbers(name: str, value: Any, kind: Any, key: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers in a group of arguments, by name, and what each is compiled for."""
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", range(len(value)))
+        keys = key or (None,) * len(value)
+        for field, *of_part in zip(fields, value, kind, keys, strict=True):
+            yield from _numbers(f"{name}.{field}", *of_part)
+    elif type(value) is int:
+        yield name, (kind, key)
 
 
 def _described(kernel: Any, arguments: Any, specialization: Any, options: Any) -> dict[str, Any]:
@@ -116,6 +142,7 @@ def counted(arch: str) -> Iterator[Kernels]:
         arguments, specialization, options = bind(
             *args, **kwargs, debug=False, instrumentation_mode=""
         )
+        kernels.note_groups(kernel.__name__, arguments, specialization)
         key = compute_cache_key(key_cache, specialization, options)
         of = kernels.found.setdefault(kernel.__name__, {})
         if key not in of:

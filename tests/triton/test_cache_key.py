@@ -20,6 +20,7 @@ def keys_by_order():
     return [json.loads(process.communicate()[0]) for process in running]
 
 
+@pytest.mark.device_suite
 def test_keys_do_not_depend_on_the_order_of_kernels(keys_by_order):
     first, second = (found["keys"] for found in keys_by_order)
     assert (
@@ -29,5 +30,6 @@ def test_keys_do_not_depend_on_the_order_of_kernels(keys_by_order):
     assert first == second
 
 
+@pytest.mark.device_suite
 def test_a_constant_has_one_value_in_the_modules_of_a_kernel(keys_by_order):
     assert keys_by_order[0]["clashes"] == []

@@ -116,8 +116,10 @@ def test_every_way_has_tiles_that_fit(head_dim, page_size, kv_dtype):
 def test_order_of_tiles(queries, heads, reach, is_sorted):
     with assume(HOPPER):
         call = chunks(((queries, 90),), heads, reach=reach)
-        packed = choices.whole_group(call)
-        heads_at_once = tiles.sizes_of(call, 0, packed).heads_per_unit * packed
+        form = choices.Form(is_numbered=True, tiles="tall")
+        config, packed = choices.choose_tiles(call, form)
+        options = tiles.options_of(call, config, packed, form)
+        heads_at_once = tiles.sizes_of(call, options, 0, packed).heads_per_unit * packed
         assert heads_at_once == (call.num_heads if is_sorted else call.group_size)
 
 

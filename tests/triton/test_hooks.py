@@ -1,6 +1,7 @@
 """Triton's hooks on compilation, by which engines watch for kernels that compile while serving."""
 
 import cross_compile
+import pytest
 from compiled_calls import CALLS
 
 
@@ -25,6 +26,7 @@ def described_kernels(arch):
     return described
 
 
+@pytest.mark.device_suite
 def test_triton_can_describe_all_kernels_to_a_hook():
     """It writes constants as JSON, which knows numbers and texts, and raises for others."""
     with cross_compile.workers(1) as pool:

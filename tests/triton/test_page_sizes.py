@@ -42,12 +42,17 @@ def build_pages(given):
     return call
 
 
+# kinds that read pages in ways of their own: by splits, from the middle of one, with scales
+SAMPLED = ("decode", "window", "int8")
+
+
 def cases():
-    """With `--sample`, of each kind the middle one, and the largest page that a decode has."""
+    """With `--sample`, of three kinds the middle one, and the largest page that a decode has."""
     for kind, problems in CASES.items():
         sample = (problems[len(problems) // 2], *problems[-1:][: kind == "decode"])
         for case in problems:
-            marks = () if case in sample else pytest.mark.device_suite
+            is_sampled = kind in SAMPLED and case in sample
+            marks = () if is_sampled else pytest.mark.device_suite
             yield pytest.param(case, id=f"{kind}-{case.page_size}", marks=marks)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import left_out
 
 from torch_paged_attn import reference
 from torch_paged_attn.testing import SELECTED, assert_as_right_as, build
@@ -29,10 +30,16 @@ def test_selected_mass(name, device):
     assert_as_right_as(selected_mass(**on(device, args)), golden, peer)
 
 
-@pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "paged"])
 @pytest.mark.parametrize(
-    "pool, score, size, causal",
-    [("max", "relu", 1, True), ("mean", "identity", 4, True), ("sum", "relu", 16, False)],
+    ("pool", "score", "size", "causal", "is_paged"),
+    [
+        ("max", "relu", 1, True, False),
+        ("mean", "identity", 4, True, True),
+        ("sum", "relu", 16, False, False),
+        left_out("max", "relu", 1, True, True),
+        left_out("mean", "identity", 4, True, False),
+        left_out("sum", "relu", 16, False, True),
+    ],
 )
 def test_select_keys(pool, score, size, causal, is_paged, device):
     """Scores are whole numbers, many of them equal: the ids are the same."""
@@ -58,8 +65,14 @@ def test_select_keys(pool, score, size, causal, is_paged, device):
     assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("spread", [1, 10**6], ids=["equal", "apart"])
-def test_select_keys_of_long_rows(spread, device, monkeypatch):
+FEW, MANY = {"num_units": 300}, {"num_units": 1500, "force_first": 1, "force_last": 3}
+
+
+@pytest.mark.parametrize(
+    ("spread", "options"),
+    [(1, MANY), (10**6, FEW), left_out(1, FEW), left_out(10**6, MANY)],
+)
+def test_select_keys_of_long_rows(spread, options, device, monkeypatch):
     """Rows that no program holds at once: where few scores are near the last one, and where so many
     are equal to it that a sample of a row is of no use."""
     from torch_paged_attn.backends.triton import select_keys
@@ -69,10 +82,9 @@ def test_select_keys_of_long_rows(spread, device, monkeypatch):
     k = torch.randint(-spread, spread + 1, (4000, 1, 1), generator=g).float()
     args = HINTS | {"q": torch.tensor([[[1.0]], [[-1.0]]]), "k": k, "weights": None}
     args |= {"cu_seqlens_q": cumulative([2]), "cu_seqlens_k": cumulative([4000])}
-    for options in ({"num_units": 300}, {"num_units": 1500, "force_first": 1, "force_last": 3}):
-        found = select_keys.select_keys(**on(device, args), **options, score="identity")
-        wanted = reference.select_keys(**args, **options, score="identity")
-        assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
+    found = select_keys.select_keys(**on(device, args), **options, score="identity")
+    wanted = reference.select_keys(**args, **options, score="identity")
+    assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", ["selected/everything/f32", "odd_sizes/f32"])

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from covering import every_other
+from covering import every_row
 
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
@@ -24,10 +24,10 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("is_aligned", (False, True))
-@pytest.mark.parametrize("is_causal", (False, True))
-@pytest.mark.parametrize("padding", (0, 70))
-@pytest.mark.parametrize("name", every_other(BATCHES))
+@pytest.mark.parametrize(
+    ("name", "padding", "is_causal", "is_aligned"),
+    every_row(3, itertools.product(BATCHES, (0, 70), (False, True), (False, True))),
+)
 def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_aligned, device):
     seqs, tokens, block_n = BATCHES[name], 32, 64
     query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
@@ -88,8 +88,10 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("units_per_tile, kv_heads", [(1, 1), (8, 8), (28, 4)])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    ("units_per_tile", "kv_heads", "name"),
+    every_row(2, ((*heads, name) for heads in ((1, 1), (8, 8), (28, 4)) for name in CUT)),
+)
 def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, device):
     seqs, short = CUT[name]
     tokens, block_n, most_parts = 32, 128, 264

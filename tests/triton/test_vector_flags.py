@@ -1,22 +1,14 @@
 """Kernels are right although LLVM pairs numbers of which one overflows: see `vector_flags.py`."""
 
-import contextlib
-import tempfile
 import threading
 import types
-from unittest import mock
 
 import cross_compile
 import pytest
 import torch
 import triton
-import triton.language as tl
-from compiled_calls import attention
 
-from torch_paged_attn.backends.triton.portable import key_loop
-from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.runtime import vector_flags
-from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 from torch_paged_attn.backends.triton.runtime.vector_flags import (
     drop_vector_flags,
     without_vector_flags,
@@ -42,53 +34,6 @@ PAIRED = Problem(
 def test_a_kernel_whose_columns_llvm_pairs(run, device):
     call = build(PAIRED)
     assert_accurate(*run(call.to(device)), call.truth())
-
-
-@triton.jit
-def load_tail_by_columns(tail_rows, exists, j, keys, strides):
-    """`load_tail` as it was: LLVM pairs the columns."""
-    column = j - keys.tail_start
-    has_column = exists & (column >= 0) & (j < keys.key_len) & (column < strides.tail_width)
-    at = column.to(tl.int64) * strides.tail_key
-    return (column < 0) | (tl.load(tail_rows + at, mask=has_column, other=0) != 0)
-
-
-def compile_paired(keeps_flags, by_columns):
-    """Whether its kernel for Hopper mixes lanes, compiled with the flags on vectors or without."""
-    settle_key(_attention_fwd_kernel)  # by what it calls otherwise
-    changes = [mock.patch.dict(cross_compile.CALLS, paired=lambda: attention(PAIRED))]
-    if keeps_flags:
-        changes.append(
-            mock.patch.object(vector_flags, "drop_vector_flags", lambda llvm_ir: llvm_ir)
-        )
-    if by_columns:
-        changes.append(mock.patch.object(key_loop, "load_tail", load_tail_by_columns))
-    cache = knobs.cache.dir
-    with contextlib.ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change)
-        knobs.cache.dir = stack.enter_context(tempfile.TemporaryDirectory())
-        _attention_fwd_kernel.device_caches.clear()
-        try:
-            (kernel,) = cross_compile.compile_call("sm90", "paired")
-        finally:
-            knobs.cache.dir = cache
-            _attention_fwd_kernel.device_caches.clear()
-    return kernel.mixes_lanes
-
-
-@pytest.mark.skipif(not cross_compile.IS_FITTED, reason="other LLVMs pair other numbers")
-@pytest.mark.parametrize(
-    "keeps_flags, by_columns, mixes",
-    [
-        pytest.param(True, True, True, marks=pytest.mark.device_suite),
-        (False, True, False),
-        pytest.param(True, False, False, marks=pytest.mark.device_suite),
-    ],
-)
-def test_lanes_stay_apart_without_flags_or_columns(keeps_flags, by_columns, mixes, compiler):
-    """Each of the two is enough."""
-    assert compiler.submit(compile_paired, keeps_flags, by_columns).result() == mixes
 
 
 def test_what_mixes_lanes():

@@ -3,8 +3,9 @@
     python engine.py MODEL_DIR BACKEND KV_CACHE_DTYPE [KIND]
 
 BACKEND is CUSTOM or stock. KIND is `text` (a prefix is shared, prompts are cut in chunks), `labels`
-(an encoder's, one for each token) or `audio` (a decoder's text, by cross attention to what an
-encoder makes of noise).
+(an encoder's, one for each token), `audio` (a decoder's text, by cross attention to what an
+encoder makes of noise) or `orders` (the log-probabilities of new tokens, with the prompts in order
+and reversed).
 """
 
 import json
@@ -56,6 +57,29 @@ def audio(model: str, **options: object) -> list[list[int]]:
     return generated(engine, pairs, 20)
 
 
+def orders(model: str, **options: object) -> list[list[list[float]]]:
+    engine = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=False,
+        **options,
+    )
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0
+    )
+
+    def found(given: list) -> list[list[float]]:
+        return [
+            [next(iter(step.values())).logprob for step in x.outputs[0].logprobs]
+            for x in engine.generate(given, greedy)
+        ]
+
+    return [found(prompts()), found(prompts()[::-1])[::-1]]
+
+
 def prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": tokens} for tokens in PROMPTS]
 
@@ -65,10 +89,13 @@ def generated(engine: LLM, given: list, tokens: int) -> list[list[int]]:
     return [list(x.outputs[0].token_ids) for x in engine.generate(given, greedy)]
 
 
+KINDS = {"text": text, "labels": labels, "audio": audio, "orders": orders}
+
+
 def main(model: str, backend: str, kv_cache_dtype: str, kind: str = "text") -> None:
     options = {} if backend == "stock" else {"attention_backend": backend}
     options |= {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "enforce_eager": True}
-    answers = {"text": text, "labels": labels, "audio": audio}[kind](model, **options)
+    answers = KINDS[kind](model, **options)
     print("ANSWERS", json.dumps(answers))
 
 

@@ -6,6 +6,7 @@ token must be the same. Prompts share prefixes and are cut in chunks (engine.py)
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,9 +118,10 @@ def listener(folder):
     return folder
 
 
-def answers(model, backend, kv_cache_dtype="auto", kind="text"):
+def answers(model, backend, kv_cache_dtype="auto", kind="text", **environment):
     command = [sys.executable, str(ENGINE), str(model), backend, kv_cache_dtype, kind]
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix("ANSWERS "))
@@ -142,6 +144,28 @@ def test_encoders_and_cross_attention(make, kind, tmp_path):
 def test_a_float8_cache_serves(tmp_path):
     found = answers(saved("grouped", tmp_path), "CUSTOM", "fp8_e4m3")
     assert [len(tokens) for tokens in found] == [12] * 5
+
+
+def test_the_order_of_requests_changes_no_bit(tmp_path):
+    """With our variable: vLLM's own, VLLM_BATCH_INVARIANT, needs Triton in layers beside attention,
+    which its CPU engine lacks."""
+    model = saved("grouped", tmp_path)
+    invariant = {"PAGED_ATTN_BATCH_INVARIANT": "1"}
+    in_order, reversed_order = answers(model, "CUSTOM", kind="orders", **invariant)
+    assert in_order == reversed_order
+    assert len({x for row in in_order for x in row}) > 12
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_vllms_variable_asks_for_invariant_bits(asked):
+    program = f"""
+from torch_paged_attn.integrations._vllm_backend import PagedAttention, PagedAttentionBackend
+options = PagedAttention(4, 32, 0.1, 2, None, None, "auto").options
+assert options.get("batch_invariant", False) is bool({asked}), options
+assert PagedAttentionBackend.supports_batch_invariance()
+"""
+    env = os.environ | {"VLLM_BATCH_INVARIANT": asked}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env)
 
 
 def test_custom_is_ours_and_stays_so():

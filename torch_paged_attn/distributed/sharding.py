@@ -65,7 +65,8 @@ def by_heads(name: str, x: Any, num_heads: int, shares_keys: bool) -> Any:
         return Shard(len(shape) - 1)
     if name.endswith("_descale"):
         # q_descale has one entry per KV head, too
-        return Replicate() if shares_keys or not shape else Shard(len(shape) - 1)
+        # and one of 3 dimensions is (num_pages, num_kv_heads, page_size)
+        return Replicate() if shares_keys or not shape else Shard(min(len(shape) - 1, 1))
     if name in ("crow_indices", "col_indices"):
         heads = shape[-2]
         return Shard(len(shape) - 2) if heads > 1 else Replicate()

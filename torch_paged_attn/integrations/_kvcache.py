@@ -16,6 +16,7 @@ from torch_paged_attn.integrations._storages import with_whole_rows
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.accepted import as_int32
 from torch_paged_attn.ops.append_and_attend import append_and_attend
+from torch_paged_attn.ops.attend_cache import attend_cache
 from torch_paged_attn.ops.checks import refuse
 
 
@@ -29,17 +30,60 @@ def in_one_call(
     tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
     options: keyword arguments of `append_and_attend`
     """
-    if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
-        return None
-    if not tensors[0].is_cuda or environment.CHECK or torch.is_autocast_enabled("cuda"):
-        return None
-    if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
+    if not _has_one_call(tensors, (s_aux, *descales)):
         return None
     sinks = None if s_aux is None else s_aux.float()
     try:
         return append_and_attend(*tensors, sinks, *descales, **options)
     except (ValueError, NotImplementedError):
         return None  # nothing has been written: the general code runs the call, or raises
+
+
+def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> bool:
+    """Whether an operator that a GPU alone has may take these tensors, and others that may be None:
+    in eager calls without gradients, outside autocast.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    # loops, because generators take as long as all else here
+    for x in tensors:
+        if type(x) is not Tensor:
+            return False
+    for x in others:
+        if x is not None and type(x) is not Tensor:
+            return False
+    if not is_on_gpu(tensors[0]) or environment.CHECK or torch.is_autocast_enabled("cuda"):
+        return False
+    if torch.is_grad_enabled():
+        for x in (*tensors, *others):
+            if x is not None and x.requires_grad:
+                return False
+    return True
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def attend_in_one_call(
+    tensors: tuple[Any, ...], others: tuple[Any, ...], max_seqlen_q: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """`out` and `softmax_lse` of a call without new tokens, by the operator `attend_cache`, which
+    has less host time. None for calls that it does not support, see `_has_one_call`.
+
+    tensors: q, k_cache, v_cache, cache_seqlens
+    others: block_table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale and v_descale, or
+        None for those that are not given
+    options: keyword arguments of `attend_cache`
+    """
+    if not _has_one_call(tensors, others) or tensors[3].dtype is not torch.int32:
+        return None
+    if others[1] is not None and type(max_seqlen_q) is int:
+        options = options | {"max_seqlen_q": max_seqlen_q}
+    try:
+        return attend_cache(*tensors, *others, **options)
+    except (ValueError, NotImplementedError):
+        return None  # the general code runs the call, or raises
 
 
 def attend_only(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -75,6 +76,10 @@ class PagedAttentionBackend(AttentionBackend):
     @classmethod
     def supports_non_causal(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # VLLM_BATCH_INVARIANT=1 is `batch_invariant` of the ops
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
@@ -185,6 +190,8 @@ class PagedAttention(AttentionImpl[Metadata]):
             # an encoder's window looks both ways; before a causal mask it makes no difference
             "window_size_right": window,
         }
+        if envs.VLLM_BATCH_INVARIANT:
+            self.options["batch_invariant"] = True
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         # the tensors are filled only when the weights are loaded; the op needs float32

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch_paged_attn.ops import _flops, _library
 from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: the import
 from torch_paged_attn.ops import append_slots as append_slots  # registers the operator
+from torch_paged_attn.ops import attend_cache as attend_cache  # internal: the import
 
 if TYPE_CHECKING:  # the whole signatures, for type checkers and editors (tools/stubs.py)
     from torch_paged_attn.ops._typed import (

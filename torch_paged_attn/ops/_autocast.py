@@ -97,7 +97,10 @@ def _dtype_of(memory: Any, otherwise: torch.dtype) -> torch.dtype:
 # of the operators that are not attention
 RULES: dict[str, Rule] = {
     "select_keys": cast_index,
-    **dict.fromkeys(("reshape_and_cache", "reshape_and_cache.split"), cast_new_tokens),
+    **dict.fromkeys(
+        ("reshape_and_cache", "reshape_and_cache.split", "reshape_and_cache.quantize"),
+        cast_new_tokens,
+    ),
     **dict.fromkeys(("merge_states", "merge_states.list"), cast_parts),
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -75,9 +76,7 @@ def define(
         return fake(*args, **kwargs)
 
     error_name = name.replace(".", "_") + "_error"
-    arguments = (
-        schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
-    )
+    arguments = re.sub(r"\([a-d]!\)", "", schema[schema.index("(") : schema.rindex("->")])
     LIBRARY.define(f"{error_name}{arguments}-> str")
     explain = functools.partial(_explain, gate, name, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")

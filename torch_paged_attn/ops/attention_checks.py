@@ -9,10 +9,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, key_lengths, numbers_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
     FLOAT8,
+    INT4,
     LARGEST_SCALE,
     QUANTISED,
     QUERY,
@@ -30,6 +31,8 @@ from torch_paged_attn.ops.checks import (
 INT32_MAX = 2**31 - 1
 # key positions, up to 2**31 keys times the ranks, stay well within 64 bits
 MOST_RANKS = 2**15
+# ops without int4 and without scales by token
+WITHOUT_TOKEN_SCALES = ("select_keys", "selected_mass")
 
 
 def check_attention(call: AttentionCall) -> None:
@@ -52,12 +55,11 @@ def _check_rows(call: AttentionCall) -> None:
     check_dim(op, "k", k, shape)
     check_dim(op, "v", v, shape)
     check_dtype(op, "q", q, QUERY)
-    if k.dtype != q.dtype:
-        check_dtype(op, "k", k, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
-    if call.q_latent is None:
-        check_dtype(op, "v", v, (k.dtype,))
-    elif v.dtype != q.dtype:  # latents beside rope keys
-        check_dtype(op, "v", v, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
+    int4 = () if op in WITHOUT_TOKEN_SCALES else (INT4,)
+    stored = tuple(dict.fromkeys((q.dtype, *QUANTISED, *int4)))
+    check_dtype(op, "k", k, stored)
+    # latents beside rope keys have a dtype of their own
+    check_dtype(op, "v", v, (k.dtype,) if call.q_latent is None else stored)
     if v.shape[:-1] != k.shape[:-1]:
         fail(op, "v", f"shape {tuple(v.shape)}", f"{tuple(k.shape[:-1])} + (head_dim_v,), as k")
     for name, size in (
@@ -74,8 +76,11 @@ def _check_rows(call: AttentionCall) -> None:
     if call.num_heads % call.num_kv_heads:
         expected = f"a multiple of k's num_kv_heads, {call.num_kv_heads}"
         fail(op, "q's num_heads", call.num_heads, expected)
-    if k.shape[-1] != call.head_dim:
-        fail(op, "k's head_dim", k.shape[-1], f"q's head_dim, {call.head_dim}")
+    if (head_dim := numbers_of(k)) != call.head_dim:
+        expected = f"q's head_dim, {call.head_dim}"
+        if k.dtype == INT4:
+            expected += " (uint8 is int4, two numbers a byte; float8: .view(torch.float8_e4m3fn))"
+        fail(op, "k's head_dim", head_dim, expected)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(op, name, tensor)
     if (latent := call.q_latent) is not None:
@@ -142,10 +147,17 @@ def _check_scales(call: AttentionCall) -> None:
     op, heads, out_scale = call.op, call.num_kv_heads, call.out_scale
     for name in ("q_descale", "k_descale", "v_descale"):
         scale = getattr(call, name)
-        if scale is not None and scale.shape != ():
-            check_per_head(op, name, scale, "num_kv_heads", heads, call.batch, "(), ")
-        elif scale is not None:
-            check_dtype(op, name, scale, (torch.float32,))
+        if scale is None:
+            continue
+        check_dtype(op, name, scale, (torch.float32,))
+        by_token, shape = "", None
+        if name != "q_descale" and op not in WITHOUT_TOKEN_SCALES:
+            shape = call.k.shape[:-1]
+            sizes = "(num_pages, num_kv_heads, page_size)" if call.is_paged else "(total_k, heads)"
+            by_token = f"by token {sizes} = {tuple(shape)}, "
+        if scale.shape != () and scale.shape != shape:
+            or_else = f"(), {by_token}"
+            check_per_head(op, name, scale, "num_kv_heads", heads, call.batch, or_else)
     if call.result_dtype not in QUERY:
         fail(op, "out_dtype", names((call.result_dtype,)), names(QUERY))
     if out_scale is not None:

@@ -50,6 +50,9 @@ class Backend:
     lacks_in_backward: ClassVar[tuple[str, ...]] = OF_BACKWARD
     """The same for its backward."""
 
+    lacks_ops: ClassVar[tuple[str, ...]] = ("reshape_and_cache.quantize",)
+    """Ops that it does not have, though it has others of the same file."""
+
     checks_metadata: ClassVar[bool] = False
     """Whether its functions run the op's `check` themselves, so that it need not run before them.
     """
@@ -92,6 +95,8 @@ class Backend:
         """Whether there is a function for an op. Backwards may be missing, and the ops of selected
         keys.
         """
+        if op in self.lacks_ops:
+            return False
         file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
         return importlib.util.find_spec(file) is not None
 

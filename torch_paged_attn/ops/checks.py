@@ -9,6 +9,7 @@ FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUERY = FLOAT + FLOAT8
 QUANTISED = (*FLOAT8, torch.int8)
+INT4 = torch.uint8  # two numbers a byte
 
 # the largest scale or softcap: it, its reciprocal, and both times 2 log2(e) have to fit in float32
 LARGEST_SCALE = 2.0**126

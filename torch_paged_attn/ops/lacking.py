@@ -1,22 +1,34 @@
-"""Attention arguments that a backend need not support, and the error for a call that gives one.
+"""Attention arguments, and forms of them, that a backend need not support, and the error for a call
+that gives one.
 
 Each of them changes the result, so a backend that does not support one has to refuse it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_paged_attn.attention_call import arguments, defaults
+from torch_paged_attn.attention_call import arguments, defaults, is_by_token
 from torch_paged_attn.ops.checks import refuse
 
 _LISTED = [x for x in arguments("flash_varlen") if x.is_optional]
 # the offsets of dropout's head, row and column
 _OFFSETS = "rng_state[2:]"
-OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS)
+# of a cache: a scale for each token and head, and two numbers a byte
+TOKEN_SCALES = ("k_descale by token", "v_descale by token")
+INT4 = ("k in int4", "v in int4")
+OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS, *TOKEN_SCALES, *INT4)
 # those that a backward takes as well
 OF_BACKWARD = (*(x.name for x in _LISTED if x.in_backward), _OFFSETS)
 
 _DEFAULTS = defaults("flash_varlen")
+
+# forms of an argument that others have: whether a value of a call has one
+_FORMS: dict[str, Callable[[Any, Any], bool]] = {
+    # `rng_state` has 5 entries of int64, or more if a backend has split it into 32-bit words
+    "[2:]": lambda x, call: x.shape[0] >= 5,
+    " by token": lambda x, call: is_by_token(x, call.cu_seqlens_q.shape[0] - 1),
+    " in int4": lambda x, call: "uint8" in str(x.dtype),  # of torch or of JAX
+}
 
 
 def lacking(call: Any, names: Sequence[str]) -> str | None:
@@ -29,11 +41,11 @@ def lacking(call: Any, names: Sequence[str]) -> str | None:
         name, _, op = entry.partition(" of ")
         if op and not call.op.startswith(op):
             continue
-        value = getattr(call, name.removesuffix("[2:]"))
+        form = next((x for x in _FORMS if name.endswith(x)), "")
+        value = getattr(call, name.removesuffix(form))
         if value is None:
             continue
-        # `rng_state` has 5 entries of int64, or more if a backend has split it into 32-bit words
-        if value.shape[0] >= 5 if name.endswith("[2:]") else _is_given(name, value):
+        if _FORMS[form](value, call) if form else _is_given(name, value):
             return name
     return None
 

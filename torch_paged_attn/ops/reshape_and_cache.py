@@ -1,20 +1,23 @@
 """Contract of `paged_attn::reshape_and_cache`: write keys and values into a paged KV cache."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import numbers_of
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
+    INT4,
     QUANTISED,
     check_devices,
     check_dim,
     check_dtype,
     check_rows,
+    check_shape,
     fail,
     names,
 )
@@ -36,6 +39,33 @@ def check_split(
     cache_names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> None:
     """Raise for metadata that the contract forbids. Errors call the caches by `cache_names`."""
+    stored = (key.dtype, *QUANTISED) if isinstance(key, Tensor) else QUANTISED
+    _check_rows(key, value, k_cache, v_cache, slot_mapping, stored, cache_names)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        check_dtype(OP, name, scale, (torch.float32,))
+        if scale.shape not in ((), (key.shape[1],)):
+            expected = f"() or (num_kv_heads) = ({key.shape[1]},)"
+            if scale.dim() == 3:
+                expected += " (quantize=True writes a scale for each token)"
+            fail(OP, name, f"shape {tuple(scale.shape)}", expected)
+        if k_cache.dtype not in QUANTISED:
+            fail(OP, name, "a tensor", f"None for a cache of {names((k_cache.dtype,))}")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    _check_devices(key, value, k_cache, v_cache, slot_mapping, scales, cache_names)
+
+
+def _check_rows(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    stored: tuple[torch.dtype, ...],
+    cache_names: tuple[str, str],
+) -> None:
+    """Raise for tokens, caches and slots that do not fit. `stored`: dtypes of a cache."""
     check_dim(OP, "key", key, "(num_tokens, num_kv_heads, head_dim)")
     check_dim(OP, "value", value, "(num_tokens, num_kv_heads, head_dim_v)")
     check_dtype(OP, "key", key, FLOAT)
@@ -50,13 +80,13 @@ def check_split(
     caches = ((cache_names[0], k_cache, "key", key), (cache_names[1], v_cache, "value", value))
     for name, cache, source_name, source in caches:
         check_dim(OP, name, cache, "(num_pages, num_kv_heads, page_size, head_dim)")
-        check_dtype(OP, name, cache, (key.dtype, *QUANTISED))
-        if cache.shape[1] != source.shape[1] or cache.shape[3] != source.shape[2]:
+        check_dtype(OP, name, cache, stored)
+        if cache.shape[1] != source.shape[1] or numbers_of(cache) != source.shape[2]:
             num_heads, head_dim = source.shape[1:]
             fail(
                 OP,
                 f"{name}'s num_kv_heads and head_dim",
-                f"{cache.shape[1]} and {cache.shape[3]}",
+                f"{cache.shape[1]} and {numbers_of(cache)}",
                 f"{num_heads} and {head_dim}, as {source_name}",
             )
         if 0 in cache.shape[1:]:
@@ -84,31 +114,20 @@ def check_split(
             slot_mapping.shape[0],
             f"at most num_tokens = {key.shape[0]} slots",
         )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        check_dtype(OP, name, scale, (torch.float32,))
-        if scale.shape not in ((), (key.shape[1],)):
-            fail(
-                OP,
-                name,
-                f"shape {tuple(scale.shape)}",
-                f"() or (num_kv_heads) = ({key.shape[1]},)",
-            )
-        if k_cache.dtype not in QUANTISED:
-            fail(OP, name, "a tensor", f"None for a cache of {names((k_cache.dtype,))}")
-    check_devices(
-        OP,
-        key.device,
-        {
-            "value": value,
-            cache_names[0]: k_cache,
-            cache_names[1]: v_cache,
-            "slot_mapping": slot_mapping,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        },
-    )
+
+
+def _check_devices(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: Mapping[str, Tensor | None],
+    cache_names: tuple[str, str],
+) -> None:
+    caches = dict(zip(cache_names, (k_cache, v_cache), strict=True))
+    tensors = {"value": value, **caches, "slot_mapping": slot_mapping, **scales}
+    check_devices(OP, key.device, tensors)
 
 
 def check_values_split(
@@ -125,6 +144,39 @@ def check_values_split(
         if slot >= num_slots:
             expected = f"below num_pages * page_size = {num_slots} (negative: skip)"
             fail(OP, f"slot_mapping[{i}]", slot, expected, IndexError)
+
+
+def check_quantize(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Raise for metadata that the contract forbids."""
+    cache_names, stored = ("k_cache", "v_cache"), (*QUANTISED, INT4)
+    _check_rows(key, value, k_cache, v_cache, slot_mapping, stored, cache_names)
+    sizes = "(num_pages, num_kv_heads, page_size)"
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_dtype(OP, name, scale, (torch.float32,))
+        check_shape(OP, name, scale, k_cache.shape[:3], sizes)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    _check_devices(key, value, k_cache, v_cache, slot_mapping, scales, cache_names)
+
+
+def check_values_quantize(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Raise for slots past the end of the cache. Reads slot_mapping."""
+    check_values_split(key, value, k_cache, v_cache, slot_mapping)
 
 
 def check(
@@ -180,6 +232,18 @@ _reshape_and_cache_split = operator_of(
         autocast=True,
     )
 )
+_reshape_and_cache_quantize = operator_of(
+    define(
+        "reshape_and_cache.quantize(Tensor key, Tensor value, Tensor(a!) k_cache,"
+        " Tensor(b!) v_cache, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor slot_mapping) -> ()",
+        check=functools.partial(check_quantize),
+        check_values=check_values_quantize,
+        fake=fake,
+        autocast=True,
+    )
+)
+# scales are written: no copy in another dtype may take their place
+_reshape_and_cache_quantize = _reshape_and_cache_quantize._replace(positions=(), others=frozenset())
 
 
 @public
@@ -190,6 +254,8 @@ def reshape_and_cache(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    *,
+    quantize: bool = False,
 ) -> None:
     """Write one key and one value row per token into its slot of a paged cache, in place.
 
@@ -197,6 +263,11 @@ def reshape_and_cache(
     Rows of `key` and `value` past the end of `slot_mapping` are padding. If two tokens have the
     same slot, the whole row of one of them is stored (on the CPU that of the later one). An 8-bit
     cache stores the number divided by its scale, rounded to nearest even and saturated.
+
+    `quantize=True` computes a scale for the row of each token and head and writes it at the token's
+    slot: the largest magnitude of the row divided by the largest number of the format (448 for
+    float8_e4m3fn, 57344 for float8_e5m2, 127 for int8, 7 for int4), 1 where that is 0. Attention
+    takes such scales as `k_descale` and `v_descale`. Scales of other slots are not touched.
 
     Args:
         key, value: `(num_tokens, num_kv_heads, head_dim)` float32, bfloat16 or float16, any strides
@@ -206,7 +277,10 @@ def reshape_and_cache(
             head_dim may differ. Of key's dtype, float8_e4m3fn, float8_e5m2 or int8; any strides
             whose last one is 1, by which no two slots share memory.
         slot_mapping: `(<= num_tokens,)` int32 or int64.
-        k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
+        k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted. With
+            `quantize` `(num_pages, num_kv_heads, page_size)` float32 of any strides, written.
+        quantize: whether scales are written. `kv_cache` is a pair then, of float8, int8, or uint8
+            with `head_dim / 2` bytes: int4, the even number in the low bits, two's complement.
 
     Raises:
         TypeError: an argument of the wrong type, such as a list for a tensor.
@@ -221,4 +295,10 @@ def reshape_and_cache(
         operator, caches = _reshape_and_cache_split, kv_cache
     else:
         fail(OP, "kv_cache", type(kv_cache).__name__, "a tensor, or a pair (k_cache, v_cache)")
+    if quantize:
+        if len(caches) == 1:
+            fail(OP, "kv_cache", "a tensor", "a pair (k_cache, v_cache) with quantize=True")
+        operator = _reshape_and_cache_quantize
+        call_operator(operator, (key, value, *caches, k_scale, v_scale, slot_mapping), {})
+        return
     call_operator(operator, (key, value, *caches, slot_mapping, k_scale, v_scale), {})

@@ -16,6 +16,7 @@ from torch_paged_attn.reference.merge_states import merge_states
 from torch_paged_attn.reference.merge_states_backward import merge_states_backward
 from torch_paged_attn.reference.reshape_and_cache import (
     reshape_and_cache,
+    reshape_and_cache_quantize,
     reshape_and_cache_split,
 )
 from torch_paged_attn.reference.select_keys import select_keys
@@ -37,6 +38,7 @@ __all__ = [
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",
+    "reshape_and_cache_quantize",
     "reshape_and_cache_split",
     "select_keys",
     "selected_attention",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, is_by_token, key_lengths
 from torch_paged_attn.reference.philox import dropout_keep
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,16 +56,29 @@ BASELINE = Precision(torch.float32, round_probabilities=True)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to `dtype`, rounded to nearest even. 8-bit dtypes saturate."""
+    """Convert to `dtype`, rounded to nearest even. 8-bit dtypes saturate; uint8 is int4, two
+    numbers a byte along the last dimension, the even one in the low bits.
+    """
     if dtype in FLOAT8:
         x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     elif dtype == torch.int8:
         x = x.round().clamp(-128, 127)
+    elif dtype == torch.uint8:
+        bits = x.round().clamp(-7, 7).to(torch.int8).view(torch.uint8) & 15
+        return bits[..., ::2] | bits[..., 1::2] << 4
     return x.to(dtype)
 
 
+def from_storage(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that a cache holds, without their scale, in `dtype`."""
+    if stored.dtype != torch.uint8:
+        return stored.to(dtype)
+    bits = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(torch.int8)
+    return ((bits ^ 8) - 8).to(dtype)
+
+
 def _descale(call: AttentionCall, scale: Tensor | None, b: int, dtype: torch.dtype) -> Tensor:
-    """The factors of sequence b, `(num_kv_heads,)`, from a descale of any of its three shapes."""
+    """The factors of sequence b, `(num_kv_heads,)`, from a descale that no token has its own of."""
     if scale is None:
         return torch.ones(call.num_kv_heads, dtype=dtype, device=call.q.device)
     return (scale[b] if scale.dim() == 2 else scale).to(dtype).expand(call.num_kv_heads)
@@ -259,15 +272,20 @@ def _real_rows(
     seen = visible.unflatten(0, (heads, call.group_size)).any(2).any(1)  # (num_kv_heads, Lk)
     some = seen.any(0).nonzero()
     start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
-    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute, device=seen.device)
-    if call.block_table is None:
-        first = int(call.first_keys()[b])
-        rows = stored[first + start : first + stop]
-    else:
-        keys = torch.arange(start, stop, device=seen.device)
+    keys = torch.arange(start, stop, device=seen.device)
+
+    def rows_of(memory: Tensor) -> Tensor:
+        if call.block_table is None:
+            return memory[keys + int(call.first_keys()[b])]
         pages = call.block_table[b].long()[keys // call.page_size]
-        rows = stored[pages, :, keys % call.page_size]
-    real[:, start:stop] = rows.transpose(0, 1).to(compute)
+        return memory[pages, :, keys % call.page_size]
+
+    rows = from_storage(rows_of(stored), compute).transpose(0, 1)
+    if descale is not None and is_by_token(descale, call.batch):
+        scales = rows_of(descale).to(compute).T[..., None]
+    else:
+        scales = _descale(call, descale, b, compute)[:, None, None]
+    real = rows.new_zeros(heads, seen.shape[1], rows.shape[-1])
+    real[:, start:stop] = rows * scales
     real = real.masked_fill(~seen[..., None], 0.0)
-    real *= _descale(call, descale, b, compute)[:, None, None]
     return real.repeat_interleave(call.group_size, 0)

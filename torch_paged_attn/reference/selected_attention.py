@@ -23,9 +23,10 @@ def with_sequences(call: AttentionCall) -> AttentionCall:
     """The call, or for units of a cache one whose sequences all have the whole cache as keys."""
     if not call.is_slots:
         return call
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.k, call.v))
-    first = torch.zeros_like(call.cu_seqlens_q[:-1])
-    return dataclasses.replace(call, k=k, v=v, k_start=first, seqused_k=first + k.shape[0])
+    pages = torch.arange(call.k.shape[0], dtype=torch.int32, device=call.k.device)
+    lengths = torch.full_like(call.cu_seqlens_q[:-1], pages.numel() * call.page_size)
+    table = pages.expand(call.batch, -1)
+    return dataclasses.replace(call, block_table=table, seqused_k=lengths)
 
 
 def selected_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:

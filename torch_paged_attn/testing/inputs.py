@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torch_paged_attn
 from torch_paged_attn import backward_call, reference
-from torch_paged_attn.attention_call import option_names, per_sequence_tensors
+from torch_paged_attn.attention_call import is_by_token, option_names, per_sequence_tensors
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
@@ -23,6 +23,8 @@ from torch_paged_attn.testing.selected_inputs import selected_lists
 
 NAN = float("nan")
 INVALID_PAGES = (-1, 2**31 - 1, -(2**31))
+# what 1 in a cache of integers stands for, about: int8, and int4 in uint8
+UNITS = {torch.int8: 1 / 30, torch.uint8: 1 / 2.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Call:
     def alone(self, b: int) -> "Call":
         """Sequence `b` of this call as a batch of one, with the same caches."""
         args = dict(self.args)
+        batch = len(args["cu_seqlens_q"]) - 1
         first, last = args["cu_seqlens_q"][b : b + 2].tolist()
         args["q"] = args["q"][first:last]
         args["cu_seqlens_q"] = cumulative([last - first])
@@ -83,12 +86,17 @@ class Call:
             start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[
                 b : b + 2
             ].tolist()
-            args["k"], args["v"] = args["k"][start:stop], args["v"][start:stop]
+            for name in ("k", "v", "k_descale", "v_descale"):
+                x: Any = self.args.get(name)
+                if x is not None and (name in ("k", "v") or is_by_token(x, batch)):
+                    args[name] = x[start:stop]
         if k_bounds is not None:
             args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
         for name, dims in per_sequence_tensors().items():
-            if args.get(name) is not None and args[name].dim() == dims:
-                args[name] = args[name][b : b + 1]
+            x = self.args.get(name)
+            is_own = x is not None and x.dim() == dims
+            if is_own and not (name.endswith("_descale") and is_by_token(x, batch)):
+                args[name] = x[b : b + 1]
         return dataclasses.replace(self, args=args)
 
     def to(self, device: torch.device | str) -> "Call":
@@ -135,9 +143,11 @@ def _randn(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a cache's dtype. For int8 it is first scaled to that range, and NaN becomes 127."""
-    if dtype == torch.int8:
-        x = torch.where(x.isnan(), 127.0, x * 30.0)
+    """`x` in a cache's dtype. For integers it is first scaled to their range, and NaN becomes the
+    largest.
+    """
+    if dtype in UNITS:
+        x = torch.where(x.isnan(), 127.0, x / UNITS[dtype])
     return to_storage(x, dtype)
 
 
@@ -203,7 +213,9 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
         x = x.masked_fill(~written[:, None, None], NAN)
         args[name] = _store(x, _stored_dtype(problem, name))
     if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
-        args["v"] = args["k"][..., :head_dim_v]
+        args["v"] = _first_columns(args["k"], head_dim_v)
+    if problem.descale == "tokens":
+        args |= _token_scales(problem, written[:, None].expand(-1, problem.num_kv_heads))
     if problem.k_ranges:
         args["k_start"] = torch.tensor(starts, dtype=torch.int32)
         if problem.lengths == "cu_seqlens_k":
@@ -213,6 +225,42 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
     if problem.lengths == "seqused_k":
         args["seqused_k"] = torch.tensor(problem.key_lens, dtype=torch.int32)
     return args
+
+
+def _first_columns(stored: Tensor, count: int) -> Tensor:
+    """The first numbers of each row."""
+    return stored[..., : count // (2 if stored.dtype == torch.uint8 else 1)]
+
+
+def _token_scales(problem: Problem, written: Tensor) -> dict[str, Any]:
+    """k_descale and v_descale by token; NaN where `written`, of their shape, is False. They have a
+    generator of their own, so that they do not change the other tensors.
+    """
+    g = torch.Generator().manual_seed(problem.seed + 2)
+    found = {}
+    for name in ("k", "v"):
+        unit = UNITS.get(_stored_dtype(problem, name), 1.0)
+        scales = (0.5 + torch.rand(written.shape, generator=g)) * unit
+        found[f"{name}_descale"] = scales.masked_fill(~written, NAN)
+    return found
+
+
+def _in_rows(args: dict[str, Any]) -> dict[str, Any]:
+    """The same pages and scales, those of each token and head behind one another."""
+    rows = args["k"].transpose(1, 2)  # (num_pages, page_size, num_kv_heads, ...)
+    parts = [args[name].transpose(1, 2) for name in ("k", "k_descale", "v", "v_descale")]
+    sizes = [4 if x.dtype == torch.float32 and x.dim() == 3 else x[0, 0, 0].nbytes for x in parts]
+    widths = [-(-size // 4) * 4 for size in sizes]
+    memory = torch.full((*rows.shape[:3], sum(widths)), 0xFF, dtype=torch.uint8)
+    found, at = dict(args), 0
+    for name, x, size, width in zip(
+        ("k", "k_descale", "v", "v_descale"), parts, sizes, widths, strict=True
+    ):
+        view = memory[..., at : at + size].view(x.dtype)
+        view = view[..., 0] if x.dim() == 3 else view
+        found[name] = view.copy_(x).transpose(1, 2)
+        at += width
+    return found
 
 
 def _stored_dtype(problem: Problem, name: str) -> torch.dtype:
@@ -256,11 +304,19 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
         if problem.cache_layout != "mla":
             v[page, :, offset] = _randn(g, n, heads, head_dim_v)
 
+    written = ~k[..., 0].isnan()
     args: dict[str, Any] = {
         name: _store_view(x, _stored_dtype(problem, name)) for name, x in (("k", k), ("v", v))
     }
     if problem.cache_layout == "mla":
-        args["v"] = args["k"][..., :head_dim_v]
+        args["v"] = _first_columns(args["k"], head_dim_v)
+    if problem.descale == "tokens":
+        args |= _token_scales(problem, written)
+        if problem.cache_layout == "nhd":
+            for name in ("k_descale", "v_descale"):
+                args[name] = args[name].transpose(1, 2).contiguous().transpose(1, 2)
+        elif problem.cache_layout == "rows":
+            args = _in_rows(args)
     args["block_table"] = table
     if problem.lengths == "cu_seqlens_k":
         args["cu_seqlens_k"] = cumulative(problem.key_lens)
@@ -270,10 +326,15 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
 
 
 def _store_view(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`_store`, with a result that has the strides of `x`."""
+    """`_store`, with a result that has the strides of `x`, or half of them if two numbers share a
+    byte.
+    """
     stored = _store(x, dtype)
-    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return stored.new_empty(span).as_strided(x.shape, x.stride()).copy_(stored)
+    strides = x.stride()
+    if dtype == torch.uint8:
+        strides = *(s // 2 for s in strides[:-1]), 1
+    span = 1 + sum((n - 1) * s for n, s in zip(stored.shape, strides, strict=True))
+    return stored.new_empty(span).as_strided(stored.shape, strides).copy_(stored)
 
 
 def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
@@ -352,10 +413,11 @@ def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, An
         args["attn_bias"] = bias
     if problem.sinks:
         args["sinks"] = _randn(g, heads)
+    shapes = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads), "tokens": (kv_heads,)}
     if problem.descale:
-        shape = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads)}[problem.descale]
-        for name in ("k_descale", "v_descale"):
-            unit = 1 / 30 if _stored_dtype(problem, name[0]) == torch.int8 else 1.0
+        shape = shapes[problem.descale]
+        for name in ("k_descale", "v_descale") if problem.descale != "tokens" else ():
+            unit = UNITS.get(_stored_dtype(problem, name[0]), 1.0)
             args[name] = (0.5 + torch.rand(shape, generator=g)) * unit
         if problem.dtype.itemsize == 1:
             args["q_descale"] = 0.5 + torch.rand(shape, generator=g)

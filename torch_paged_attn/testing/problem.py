@@ -58,13 +58,14 @@ class Problem:
     head_dim: int = 64
     head_dim_v: int | None = None
     dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None  # uint8: int4, two numbers a byte
     out_dtype: torch.dtype | None = None
     out_scale: bool = False
     page_size: int | None = None  # None: packed keys and values
     # "hnd" (num_pages, num_kv_heads, page_size, head_dim), "nhd" the same transposed from
     # (num_pages, page_size, num_kv_heads, head_dim), "interleaved" pages of k and v by turns,
-    # "packed_last" v behind k in the last dimension, "mla" v is the first columns of k
+    # "packed_last" v behind k in the last dimension, "mla" v is the first columns of k; "rows" with
+    # descale "tokens": k, its scale, v, its scale behind one another for each token and head
     cache_layout: str = "hnd"
     spare_pages: int = 2  # pages that no sequence uses
     page_seed: int = 0  # of the order of the pages
@@ -82,7 +83,7 @@ class Problem:
     bias: str = ""  # "float" or "bool"
     bias_heads: str = "one"  # or "all"
     sinks: bool = False
-    descale: str = ""  # "scalar", "heads" or "batch"
+    descale: str = ""  # "scalar", "heads", "batch" or "tokens"
     dropout_p: float = 0.0
     dropout_base: tuple[int, int, int] | None = None  # head, row, column: rng_state[2:]
     deterministic: bool = True
@@ -129,5 +130,9 @@ class Problem:
             "key_rank": self.key_rank > 0,
             "key_interleave": self.key_interleave > 1,
             "rng_state[2:]": self.dropout_base is not None,
+            "k_descale by token": self.descale == "tokens",
+            "v_descale by token": self.descale == "tokens",
+            "k in int4": self.kv_dtype == torch.uint8,
+            "v in int4": (self.v_dtype or self.kv_dtype) == torch.uint8,
         }
         return frozenset(name for name, is_used in uses.items() if is_used)

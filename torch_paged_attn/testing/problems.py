@@ -9,6 +9,7 @@ from torch_paged_attn.testing.problem import Layout, Problem
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, e5m2, i8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+i4 = torch.uint8  # two numbers a byte
 
 # (query_len, context_len): decode, prefill from empty, chunked prefill, empty sequence, speculation
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0))
@@ -340,6 +341,69 @@ EXTENDED = {
             softmax_scale=0.0722,
         ),
         Problem("latent/grouped/f32", MIXED, 4, 2, 24, 40, latent=True, softcap=9.0, sinks=True),
+        Problem(
+            "vllm/tokens_int8/bf16",
+            MIXED,
+            8,
+            2,
+            128,
+            dtype=bf16,
+            kv_dtype=i8,
+            page_size=16,
+            cache_layout="rows",
+            descale="tokens",
+        ),
+        Problem(
+            "vllm/tokens_e4m3/f16",
+            MIXED,
+            4,
+            2,
+            64,
+            dtype=f16,
+            kv_dtype=e4m3,
+            page_size=16,
+            cache_layout="nhd",
+            descale="tokens",
+        ),
+        Problem(
+            "vllm/tokens_int4/bf16",
+            MIXED,
+            8,
+            2,
+            128,
+            dtype=bf16,
+            kv_dtype=i4,
+            page_size=16,
+            cache_layout="rows",
+            descale="tokens",
+        ),
+        Problem(
+            "tokens/int4_window/f32",
+            ((1, 300), (37, 91), (5, 64)),
+            6,
+            2,
+            80,
+            48,
+            kv_dtype=i4,
+            page_size=11,
+            descale="tokens",
+            sinks=True,
+            window_size_left=70,
+            softcap=20.0,
+        ),
+        Problem("tokens/packed_int8/f32", RAGGED, 4, 2, 64, kv_dtype=i8, descale="tokens"),
+        Problem(
+            "tokens/sparse_e5m2/f32",
+            MIXED,
+            4,
+            2,
+            32,
+            kv_dtype=e5m2,
+            page_size=16,
+            descale="tokens",
+            layout=Layout(16, 32, heads="kv"),
+        ),
+        Problem("int4/one_scale/f32", MIXED, 4, 2, 64, kv_dtype=i4, page_size=16, descale="heads"),
         Problem(
             "rl/invariant/f16", MIXED, 8, 2, 128, dtype=f16, page_size=16, batch_invariant=True
         ),

@@ -74,6 +74,13 @@ def extras(draw, problem, optional, trains):
         changes["batch_invariant"] = True
     if problem.dropout_p and wants("rng_state[2:]"):
         changes["dropout_base"] = tuple(draw(st.integers(0, 9)) for _ in range(3))
+    if not trains and wants("k_descale by token"):
+        changes["descale"] = "tokens"
+    if not trains and wants("k in int4"):
+        even = {n: getattr(problem, n) for n in ("head_dim", "head_dim_v") if getattr(problem, n)}
+        changes |= {n: size + size % 2 for n, size in even.items()}
+        changes["kv_dtype"] = torch.uint8
+        problem = dataclasses.replace(problem, **changes)
     if not trains and problem.cache_layout != "mla" and wants("q_latent"):
         changes["latent"] = True
         changes["v_dtype"] = draw(sometimes(st.sampled_from((problem.dtype, *FLOAT8)), None))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
 from torch_paged_attn.ops.paths import Path
 
 
@@ -17,7 +18,8 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
-    lacks = lacks_in_backward = ()
+    lacks = tuple(f"{x} of selected" for x in (*TOKEN_SCALES, *INT4))
+    lacks_in_backward = lacks_ops = ()
     # the functions check a call when they plan it; a call like an earlier one needs no new plan
     checks_metadata = True
     announces = (

@@ -19,7 +19,6 @@ from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
 from torch_paged_attn.backends.triton.reshape_and_cache import (
     choose_rows,
-    is_written_later,
     load_rows,
     row_strides,
     store_rows,
@@ -29,6 +28,7 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gd
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.written_slots import is_written_later
 from torch_paged_attn.ops.append_and_attend import check, parts_of
 
 TENSORS = (

@@ -2,11 +2,11 @@
 
 A format is a `tl.constexpr` name. Tensors of `E4M3` and `E5M2` are passed to kernels as uint8,
 those of `BF16` as int16, and are converted by integer operations. `NATIVE` is the tensor's own
-type; `RAW` is not converted.
+type; `RAW` is not converted. Of `INT4`, a byte holds two numbers: see `int4.py`.
 
 8-bit numbers may be loaded by pairs, as int16. A matrix instruction needs operands in registers
 that hold two 16-bit numbers each; a pair is decoded directly into these, as a tensor of the even
-and one of the odd elements.
+and one of the odd elements. Of int4 such an int16 holds four numbers.
 """
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.runtime.target import Target
 
 FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-PAIRED = FLOAT8 | {torch.int8: "INT8"}
+PAIRED = FLOAT8 | {torch.int8: "INT8", torch.uint8: "INT4"}
 
 
 def stored_format(dtype: torch.dtype, target: Target) -> str:
     """The format of a kernel's tensors of this dtype."""
+    if dtype == torch.uint8:
+        return "INT4"
     if dtype in FLOAT8 and not target.converts_float8:
         return FLOAT8[dtype]
     return "BF16" if dtype == torch.bfloat16 and not target.converts_bfloat16 else "NATIVE"
@@ -36,8 +38,8 @@ def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
 
 
 def holds_pairs(x: Tensor) -> bool:
-    """Whether x has 8-bit numbers that can be loaded by pairs: rows of a power of two elements, at
-    even offsets.
+    """Whether x has 8-bit numbers, or bytes of int4, that can be loaded by pairs: rows of a power
+    of two elements, at even offsets.
     """
     width = x.shape[-1]
     whole = x.dtype in PAIRED and width >= 32 and width & (width - 1) == 0

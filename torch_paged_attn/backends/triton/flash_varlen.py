@@ -14,6 +14,7 @@ from torch_paged_attn.backends.triton.contiguous import after_copies, without_ga
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
 from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
+from torch_paged_attn.backends.triton.hopper.tiles import are_few_stretches
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -86,8 +87,10 @@ def choose(call: AttentionCall, longest: int = 0) -> Choice:
     if reason is not None:
         return Choice("portable", reason)
     if call.is_batch_invariant:
-        is_few = support.is_few_rows(call)
-        return Choice("hopper", form=Form(is_cut=True, tiles="low") if is_few else FORM)
+        if not support.is_few_rows(call):
+            return Choice("hopper")
+        is_numbered = are_few_stretches(call)
+        return Choice("hopper", form=Form(is_numbered=is_numbered, is_cut=True, tiles="low"))
     if support.is_short(call, longest):
         if support.is_small(call):
             return Choice("portable", "sequences are short and few", in_turns=longest)

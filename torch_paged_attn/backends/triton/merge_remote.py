@@ -103,11 +103,10 @@ def _stop(x, IS_TIMED: tl.constexpr):
 
 
 class RemoteStrides(NamedTuple):
-    """Strides of this rank's part, whose last dimension is contiguous, and of its softmax_lse."""
+    """Strides of this rank's part, whose last dimension is contiguous."""
 
     token: int
     head: int
-    lse: int
 
 
 class RemoteOptions(NamedTuple):
@@ -159,7 +158,7 @@ def _merge_remote_kernel(
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
     within = i[:, None] * HEAD_DIM + dims[None, :]
     row = token.to(tl.int64) * strides.token + head * strides.head
-    row_of_lse = head.to(tl.int64) * strides.lse + token
+    row_of_lse = head.to(tl.int64) * tokens + token
     turn = (call & 1) * RANKS
 
     for other in tl.static_range(RANKS):
@@ -169,9 +168,7 @@ def _merge_remote_kernel(
             x = tl.load(at, mask=inside, other=0.0)
             tl.store(slots[other] + slot * HEAD_DIM + within, x, mask=inside)
             # a rank's heads are `heads` rows of softmax_lse
-            lse = tl.load(
-                lse_ptr + row_of_lse + other * heads * strides.lse, mask=exists, other=0.0
-            )
+            lse = tl.load(lse_ptr + row_of_lse + other * heads * tokens, mask=exists, other=0.0)
             tl.store(slots[other] + BEHIND + slot + i, lse, mask=exists)
     # all threads have written their rows before a flag is set
     tl.debug_barrier()
@@ -196,7 +193,7 @@ def _merge_remote_kernel(
                 _stop(raised, IS_TIMED)
     tl.debug_barrier()
 
-    own_lse = row_of_lse + RANK * heads * strides.lse
+    own_lse = row_of_lse + RANK * heads * tokens
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for other in tl.static_range(RANKS):
         slot = ((turn + other) * PROGRAMS + program).to(tl.int64) * ROWS
@@ -262,7 +259,7 @@ def merge_remote(
 
 
 def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -> Plan:
-    out, lse, calls, _, *shared = tensors
+    out, _, calls, _, *shared = tensors
     ranks = len(shared) // 2
     tokens, num_heads, dim = out.shape
     heads, programs = num_heads // ranks, len(calls)
@@ -278,7 +275,7 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
         tokens=tokens,
         patience=round(seconds * (1e9 if is_timed else 1e6)),
         heads=heads,
-        strides=RemoteStrides(out.stride(0), out.stride(1), lse.stride(0)),
+        strides=RemoteStrides(out.stride(0), out.stride(1)),
         OPTIONS=RemoteOptions(
             RANK=rank,
             PROGRAMS=programs,

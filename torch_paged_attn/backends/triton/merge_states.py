@@ -44,12 +44,21 @@ class MergeOptions(NamedTuple):
     BLOCK_R: int
 
 
+def lse_strides(lse: Tensor) -> tuple[int | None, int]:
+    """Strides of head and token of `(num_heads, total_q)`. That of a head is None if it is total_q,
+    as is usual: Triton compiles for the divisors of numbers in a tuple, and this one changes from
+    call to call.
+    """
+    head, token = lse.stride()
+    return None if head == lse.shape[1] else head, token
+
+
 @triton.jit
 def _merge_rows(
     outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS: tl.constexpr
 ):  # fmt: skip
     """Merge a program's rows of all parts. `strides` has those of token, head and dim of each
-    `out`, and then those of head and token of each lse.
+    `out`, and then those of head and token of each lse; None for a head's that is total_q.
     """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     WIDTH: tl.constexpr = OPTIONS.WIDTH
@@ -64,7 +73,10 @@ def _merge_rows(
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     found = ()
     for i in tl.static_range(PARTS):
-        at = lses[i] + head * strides[BEHIND + 2 * i] + token * strides[BEHIND + 2 * i + 1]
+        stride_head = strides[BEHIND + 2 * i]
+        if stride_head is None:
+            stride_head = total_q
+        at = lses[i] + head * stride_head + token * strides[BEHIND + 2 * i + 1]
         lse = tl.load(at, mask=exists, other=float("-inf"))
         # FlashAttention-2 gives +inf to a row that saw no key
         lse = tl.where(lse == float("inf"), float("-inf"), lse)
@@ -232,7 +244,10 @@ def _plan_list(*tensors: Tensor, out_dtype: torch.dtype | None) -> Plan:
         (cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
-        strides=tuple(stride for x in (*outs, *lses) for stride in x.stride()),
+        strides=(
+            *(stride for x in outs for stride in x.stride()),
+            *(stride for x in lses for stride in lse_strides(x)),
+        ),
         OPTIONS=MergeOptions(
             HEAD_DIM_V=head_dim_v,
             WIDTH=width,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
+from torch_paged_attn.backends.triton.merge_states import lse_strides
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
@@ -47,12 +48,12 @@ class RowStrides(NamedTuple):
     token: Any
     head: Any
     dim: Any
-    lse_head: Any
+    lse_head: Any  # None: total_q, see `lse_strides`
     lse_token: Any
 
     @classmethod
     def of(cls, rows: Tensor, lse: Tensor | None) -> "RowStrides":
-        return cls(*rows.stride(), *((None, None) if lse is None else lse.stride()))
+        return cls(*rows.stride(), *((None, None) if lse is None else lse_strides(lse)))
 
 
 class MergeStrides(NamedTuple):
@@ -89,7 +90,10 @@ class MergeOptions(NamedTuple):
 
 @triton.jit
 def _load_lse(ptr, rows, strides, counts):
-    at = rows.head * strides.lse_head + rows.token * strides.lse_token
+    stride_head = strides.lse_head
+    if stride_head is None:
+        stride_head = rows.total_q
+    at = rows.head * stride_head + rows.token * strides.lse_token
     return tl.load(ptr + at, mask=counts, other=float("-inf"))
 
 

@@ -1,38 +1,32 @@
 """`reshape_and_cache` on GPUs: a program copies some elements of the keys and values of a few
-tokens.
-
-If several tokens have the same slot, only one of them may write. With few tokens, each checks
-whether a later token has its slot. With many, a first kernel writes each token's number to an array
-at its slot, and then the token whose number is found there writes. The array need not be
-initialised, since only slots of the call are read.
+tokens. `quantize_rows.py` has the overload `quantize`.
 """
 
 import logging
 import operator
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.backends.triton import quantize_rows
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.written_slots import (
+    FEW_TOKENS,
+    WIDTHS,
+    claims_of,
+    slots_of,
+    width_of,
+    writes_of,
+)
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
-
-# up to so many tokens, a program compares its slots with all others; for a few sizes, since a
-# kernel is compiled for each
-FEW_TOKENS = 1024
-WIDTHS = (32, 256, FEW_TOKENS)
-
-# tokens per program of the first kernel
-CLAIMED = 256
 
 # elements of keys, and the same number of values, that a program copies
 BLOCK = 2048
@@ -86,30 +80,6 @@ class Options(NamedTuple):
 
 
 @triton.jit
-def _slots(slot_ptr, stride_slot, token, num_tokens, num_slots):
-    """The slots of these tokens; -1 for those that write nothing."""
-    slot = tl.load(slot_ptr + token * stride_slot, mask=token < num_tokens, other=-1).to(tl.int64)
-    return tl.where(slot < num_slots, slot, -1)
-
-
-@triton.jit(do_not_specialize=("num_tokens", "num_slots"))
-def _claim_kernel(
-    slot_ptr,
-    claims_ptr,
-    stride_slot,
-    num_tokens,
-    num_slots,
-    BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """Write each token's number at its slot; of tokens with the same slot, one number stays."""
-    gdc_wait(IS_DEPENDENT)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
-    tl.store(claims_ptr + slot, token, mask=slot >= 0)
-
-
-@triton.jit
 def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr):
     """This program's elements of the tokens' rows, (tokens, BLOCK_E) float32, where a row has all
     heads.
@@ -141,13 +111,6 @@ def store_rows(
     tl.store(ptr + row + offset[None, :], stored, mask=writes[:, None] & exists[None, :])
 
 
-@triton.jit
-def is_written_later(token, slot, other, other_slot):
-    """Whether a later token among `other` has the same slot."""
-    is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
-    return tl.sum(is_later.to(tl.int32), 1) > 0
-
-
 @triton.jit(do_not_specialize=("num_tokens", "num_slots"))
 def _reshape_and_cache_kernel(
     pointers,
@@ -164,17 +127,14 @@ def _reshape_and_cache_kernel(
     DIM_V: tl.constexpr = OPTIONS.DIM_V
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
-    slot = _slots(pointers.slots, strides.slots, token, num_tokens, num_slots)
+    slot = slots_of(pointers.slots, strides.slots, token, num_tokens, num_slots)
     # both loads are issued before anything waits for the slots
     key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
     value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
-    writes = slot >= 0
-    if pointers.claims is not None:
-        writes = writes & (tl.load(pointers.claims + slot, mask=writes, other=-1) == token)
-    elif OPTIONS.WIDTH > 1:
-        other = tl.arange(0, OPTIONS.WIDTH)
-        other_slot = _slots(pointers.slots, strides.slots, other, num_tokens, num_slots)
-        writes = writes & ~is_written_later(token, slot, other, other_slot)
+    writes = writes_of(
+        token, slot, pointers.claims, pointers.slots, strides.slots, num_tokens, num_slots,
+        OPTIONS.WIDTH,
+    )  # fmt: skip
     place = slot // page_size, slot % page_size, writes
     store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
     store_rows(
@@ -190,6 +150,11 @@ def reshape_and_cache(*args: Any) -> None:
 def reshape_and_cache_split(*args: Any) -> None:
     """Arguments as in the op `reshape_and_cache.split`."""
     launch_cache.call("reshape_and_cache.split", _plan_split, args, {})
+
+
+def reshape_and_cache_quantize(*args: Any) -> None:
+    """Arguments as in the op `reshape_and_cache.quantize`."""
+    launch_cache.call("reshape_and_cache.quantize", quantize_rows.plan, args, {})
 
 
 def _plan(
@@ -245,7 +210,7 @@ def choose_rows(
         CACHE_FORMAT=stored_format(k_cache.dtype, target),
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        WIDTH=next((w for w in WIDTHS if num_tokens <= w), 1),
+        WIDTH=width_of(num_tokens),
     )
     return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
@@ -270,21 +235,9 @@ def _plan_write(
         return lambda tensors, addresses: None
     target = target_of(key.device)
     is_dependent = dependent_launch(target.overlaps_launches)
-    is_few = num_tokens <= FEW_TOKENS
-    launches = "one launch" if is_few else "two launches"
+    launches = "one launch" if num_tokens <= FEW_TOKENS else "two launches"
     logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    new_claims = claim = None
-    if not is_few:
-        new_claims = Allocation((num_slots,), torch.int32, key.device)
-        claim = Launch(
-            _claim_kernel,
-            (cdiv(num_tokens, CLAIMED),),
-            stride_slot=slot_mapping.stride(0),
-            num_tokens=num_tokens,
-            num_slots=num_slots,
-            BLOCK=CLAIMED,
-            **is_dependent,
-        )
+    new_claims, claim = claims_of(slot_mapping, num_slots, is_dependent)
     grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
     copy = Launch(
         _reshape_and_cache_kernel,

@@ -77,7 +77,7 @@ def _select(
     options = selected.options_of(attention, target, config, False)._replace(IS_V_IN_K=True)
     pointers = selected.pointers_of(attention, target)
     shared: dict[str, Any] = {
-        "sizes": selected.sizes_of(attention),
+        **selected.sizes_of(attention)._asdict(),
         "strides": selected.strides_of(attention),
         "OPTIONS": options,
     }

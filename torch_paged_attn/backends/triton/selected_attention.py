@@ -16,6 +16,7 @@ from torch_paged_attn.backends.triton.portable.selected_kernel import (
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
+from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES, refuse_lacking
 from torch_paged_attn.ops.selected_checks import check_selected
 
 
@@ -32,6 +33,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in the op's schema."""
     call = AttentionCall.selected_attention(*args, **kwargs)
     check_selected(call)
+    refuse_lacking(call, "triton", (*TOKEN_SCALES, *INT4))
     call = selected.without_gaps(call)
     out, lse = call.new_results()
     if out.numel() == 0:
@@ -56,7 +58,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     Launch(
         _selected_fwd_kernel,
         (call.total_q * splits, head_tiles),
-        sizes=sizes,
+        **sizes._asdict(),
         strides=selected.strides_of(call),
         scalars=selected.scalars_of(call),
         OPTIONS=options,
@@ -67,7 +69,7 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         Launch(
             _merge_selected_kernel,
             (call.total_q * call.num_heads,),
-            sizes=sizes,
+            **sizes._asdict(),
             WIDTH=next_power_of_2(call.head_dim_v),
             OPTIONS=options,
         )(written, final, call.sinks, call.cu_seqlens_q)

@@ -63,7 +63,7 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
     head_tiles = -(-forward.group_size // config.BLOCK_M)
     if wants_q:
         grid = forward.total_q, forward.num_kv_heads * head_tiles
-        Launch(_selected_dq_kernel, grid, sizes=sizes, OPTIONS=options, **taken)(
+        Launch(_selected_dq_kernel, grid, **sizes._asdict(), OPTIONS=options, **taken)(
             pointers, gradients
         )
     if (wants_k or wants_v) and forward.k.shape[0] > 0:
@@ -76,7 +76,7 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
         options = options._replace(SELECT_SIZE=size, BLOCK_N=block_n)
         sizes = sizes._replace(entries=lists.tokens.shape[1], max_pages=lists.bounds.shape[1])
         parts = lists.bounds.shape[1] - 1, forward.num_kv_heads, -(-size // block_n)
-        Launch(_selected_dkdv_kernel, parts, sizes=sizes, OPTIONS=options, **taken)(
+        Launch(_selected_dkdv_kernel, parts, **sizes._asdict(), OPTIONS=options, **taken)(
             pointers, gradients
         )
     return results

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton.portable import selected
 from torch_paged_attn.backends.triton.portable.selected_keys import (
+    SelectedSizes,
     find_keys,
     find_token,
     list_logits,
@@ -25,14 +26,20 @@ from torch_paged_attn.ops.selected_mass import check_call
 from torch_paged_attn.selection_calls import MassCall
 
 
-@triton.jit(do_not_specialize=("sizes",))
+@triton.jit(do_not_specialize=SelectedSizes._fields)
 def _selected_mass_kernel(
-    pointers, lse_ptr, mass_ptr, sizes, strides, scalars, KV_HEADS: tl.constexpr,
-    OPTIONS: tl.constexpr,
+    pointers, lse_ptr, mass_ptr,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, scalars, KV_HEADS: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """mass_ptr: (total_q, G, entries * SELECT_SIZE / PART), where PART is the number of keys of a
     unit that a tile has. KV_HEADS: heads of keys that share a list.
     """
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     PART: tl.constexpr = min(OPTIONS.SELECT_SIZE, BLOCK_N)
@@ -81,7 +88,7 @@ def selected_mass(*args: Any, **kwargs: Any) -> Tensor:
     Launch(
         _selected_mass_kernel,
         (total_q, groups, tiles),
-        sizes=selected.sizes_of(attention),
+        **selected.sizes_of(attention)._asdict(),
         strides=selected.strides_of(attention),
         scalars=selected.scalars_of(attention),
         KV_HEADS=attention.num_kv_heads // groups,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.selected_keys import find_token
+from torch_paged_attn.backends.triton.portable.selected_keys import SelectedSizes, find_token
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
 from torch_paged_attn.backends.triton.unit_items import (
@@ -32,9 +32,11 @@ from torch_paged_attn.backends.triton.unit_items import (
     units_of,
 )
 
-# tokens of a program that counts; buckets that are added up, and entries that are put in order, at
-# a time
-TOKENS, BUCKETS, ENTRIES = 32, 4096, 1024
+# tokens of a program that counts, and entries that are put in order at a time
+TOKENS, ENTRIES = 32, 1024
+# buckets that are added up at a time, if there are so few, and if there are more: their number
+# follows that of the keys, and a user would wait for a kernel for each power of two
+FEW_BUCKETS, BUCKETS = 512, 4096
 # larger than every position
 FAR = tl.constexpr(2**30)
 
@@ -93,7 +95,7 @@ def make_unit_lists(
         stop_row=rows.stop,
         units=units,
         num_buckets=num_buckets,
-        sizes=sizes,
+        **sizes._asdict(),
         strides=selected.strides_of(call),
         scalars=selected.scalars_of(call),
         TOKENS=TOKENS,
@@ -106,7 +108,7 @@ def make_unit_lists(
         (1,),
         num_buckets=num_buckets,
         MOST=most,
-        BUCKETS=min(BUCKETS, max(32, next_power_of_2(num_buckets))),
+        BUCKETS=FEW_BUCKETS if num_buckets <= FEW_BUCKETS else BUCKETS,
         num_warps=16,
     )(counters, starts, first_items, num_items)
     Launch(
@@ -138,13 +140,22 @@ def make_unit_lists(
     return UnitLists(ordered, rows_of, items, num_items, buckets, last_keys, rows.start)
 
 
-@triton.jit(do_not_specialize=("first_row", "stop_row", "units", "num_buckets", "sizes"))
+@triton.jit(
+    do_not_specialize=("first_row", "stop_row", "units", "num_buckets", *SelectedSizes._fields)
+)
 def _count_units_kernel(
     pointers, counters_ptr, buckets_ptr, ranks_ptr, last_keys_ptr,
-    first_row, stop_row, units, num_buckets, sizes, strides, scalars,
+    first_row, stop_row, units, num_buckets,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, scalars,
     TOKENS: tl.constexpr, K: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Buckets and ranks of the entries of TOKENS tokens in one list each."""
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     SELECT_SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
     group = tl.program_id(1)
     row = first_row + tl.program_id(0) * TOKENS

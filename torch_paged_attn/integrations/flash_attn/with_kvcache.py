@@ -15,6 +15,7 @@ from torch_paged_attn.integrations._arguments import (
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
+    attend_in_one_call,
     attend_only,
     behind_leftpad,
     in_one_call,
@@ -120,31 +121,36 @@ def flash_attn_with_kvcache(
         is None
     ):
         left, right = both_sides(name, window_size)
-        options: dict[str, Any] = {
-            "softmax_scale": softmax_scale,
-            "causal": bool(causal),
-            "softcap": softcap,
-        }
+        options: dict[str, Any] = {"causal": bool(causal)}
+        if softmax_scale is not None:
+            options["softmax_scale"] = softmax_scale
+        if softcap:
+            options["softcap"] = softcap
         if left >= 0 or right >= 0:
             options |= {"window_size_left": left, "window_size_right": right}
         found = None
         if k is v is None:
-            found = attend_only(
-                *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
-                alibi_slopes=alibi_slopes,
-                sinks=s_aux,
-                q_descale=q_descale,
-                k_descale=k_descale,
-                v_descale=v_descale,
-                **options,
-            )
+            tensors = q, k_cache, v_cache, cache_seqlens
+            others = table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale, v_descale
+            found = attend_in_one_call(tensors, others, max_seqlen_q, options)
+            if found is None:
+                found = attend_only(
+                    *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
+                    alibi_slopes=alibi_slopes,
+                    sinks=s_aux,
+                    q_descale=q_descale,
+                    k_descale=k_descale,
+                    v_descale=v_descale,
+                    **options,
+                )
         elif alibi_slopes is q_descale is cu_seqlens_q is None:
-            tensors = q, k_cache, v_cache, k, v, cache_seqlens, table
-            found = in_one_call(tensors, s_aux, (k_descale, v_descale), **options)
+            given = q, k_cache, v_cache, k, v, cache_seqlens, table
+            found = in_one_call(given, s_aux, (k_descale, v_descale), **options)
         if found is not None:
             result, lse = found
             if cu_seqlens_q is None:
-                result = result.view(*q.shape[:3], -1)
+                shape = q.shape
+                result = result.unsqueeze(1) if shape[1] == 1 else result.view(*shape[:3], -1)
             if not return_softmax_lse:
                 return result
             if cu_seqlens_q is None:

@@ -50,7 +50,9 @@ class Sizes(NamedTuple):
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
-    heads_per_unit: int  # tiles of one KV head that are worked on one after the other
+    # tiles of one KV head that are worked on one after the other; if numbered tiles are cut,
+    # stretches of keys that each has room for
+    heads_per_unit: int
     # slots from one page of keys to the next if IS_ROWS, since it is the length of a cache that may
     # grow; else None
     k_page_rows: Any = None
@@ -121,7 +123,7 @@ class Options(NamedTuple):
     REGISTERS: int  # of a consumer's thread
     PINGPONG: bool
     MOST_PARTS: int  # pieces of tiles, see `pieces.py`; 0 where none is cut
-    COUNTERS: int  # words of the list of tiles before its entries
+    COUNTERS: int  # words of the list of tiles before its entries, or of scratch memory
     LETS_FOLLOW: bool  # the next kernel may start before this one ends
     IS_LISTED: bool = True  # tiles come from a list, the longest first
     IS_DEALT: bool = False  # each program finds its share of the keys (`dealt_work.py`)

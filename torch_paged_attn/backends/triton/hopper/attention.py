@@ -161,8 +161,8 @@ def plan_launches(
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None
     elements = tiles.part_elements(options, programs)
-    if options.IS_DEALT:
-        scratch = ScratchOf(elements, options.COUNTERS, call.q.device)
+    if options.MOST_PARTS > 0 and not options.IS_LISTED:
+        scratch = ScratchOf(elements, options.COUNTERS + 1, call.q.device)
     elif elements:
         new_parts = Allocation((elements,), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
@@ -170,7 +170,7 @@ def plan_launches(
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
         build_lists = plan_block_lists(layout, *shape, key_bound(call), options.IS_CAUSAL)
         lists_per_head = number_of_lists(layout, shape[0], key_bound(call))
-    sizes = tiles.sizes_of(call, of_unlisted or lists_per_head, packed_heads)
+    sizes = tiles.sizes_of(call, options, of_unlisted or lists_per_head, packed_heads)
     launch = kind.launch(programs, sizes)
     pick, pick_lengths, pick_layout = kind.pick, kind.pick_lengths, kind.pick_layout
     q_boxes, k_boxes, v_boxes, out_boxes = kind.boxes

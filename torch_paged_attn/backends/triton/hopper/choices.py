@@ -34,7 +34,9 @@ class Form(NamedTuple):
 
     short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns, without a list
-    is_numbered: bool = False  # tiles are found by their numbers, without a list, and never cut
+    # tiles are found by their numbers, without a list, and not cut; where bits depend on a sequence
+    # alone, tiles of few queries are cut in a number of stretches that the host says
+    is_numbered: bool = False
     is_cut: bool = False  # tiles of any number are cut into pieces that end at the same time
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list
     tiles: str = ""  # a name in `tuning/hopper.py`; if empty, by the call

@@ -358,14 +358,15 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             thread_barrier()
-        if OPTIONS.MOST_PARTS > 0 or STRETCH > 0:
+        if STRETCH > 0:
+            m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
+            m_i, apart = next_reference(m_left, m_i)
+            old, weight = factors(apart)
+            total = fold(total_left, total, old, weight)
+        if OPTIONS.MOST_PARTS > 0:
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
-                m_i, apart = next_reference(m_left, m_i)
-                old, weight = factors(apart)
-                total = fold(total_left, total, old, weight)
                 if state > NONE_LEFT:
                     acc = join_left(acc, apart, params, OPTIONS, INDEX)
             sums = (acc, m_i, total)
@@ -376,11 +377,17 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
+            if STRETCH > 0:
+                if state > NONE_LEFT:
+                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
             store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
+            if STRETCH > 0:
+                if state > NONE_LEFT:
+                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
             place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:

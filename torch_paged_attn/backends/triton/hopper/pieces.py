@@ -175,7 +175,7 @@ def merge_pieces(
         total = gl.zeros([ROWS], gl.float32, by_row)
         for i in range(0, pieces, AT_ONCE):
             for j in gl.static_range(AT_ONCE):
-                part = part_number(first_part, _place_of(i + j, pieces, OPTIONS), step, OPTIONS)
+                part = part_number(first_part, place_of(i + j, pieces, OPTIONS), step, OPTIONS)
                 m_part, total_part = _part_of_rows(references, part, r, ROWS)
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
                 if OPTIONS.STRETCH > 0:
@@ -197,7 +197,7 @@ def merge_pieces(
 
 
 @gluon.jit
-def _place_of(i, pieces, OPTIONS: gl.constexpr):
+def place_of(i, pieces, OPTIONS: gl.constexpr):
     """The piece that is added up as number i, or the last one: stretches are added up from the last
     keys on."""
     i = gl.minimum(i, pieces - 1)
@@ -242,7 +242,7 @@ def _add_parts(
     for i in range(0, parts.count, AT_ONCE):
         for j in gl.static_range(AT_ONCE):
             is_one = i + j < parts.count
-            number = _place_of(i + j, parts.count, OPTIONS)
+            number = place_of(i + j, parts.count, OPTIONS)
             part = part_number(parts.first, number, parts.step, OPTIONS)
             m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
             values_of = values + part * (ROWS * WIDTH)

@@ -19,8 +19,10 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.numbered_tiles import (
+    claim_unit,
     find_numbered,
     numbers_of_tiles,
+    stretch_of_unit,
 )
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
@@ -84,7 +86,7 @@ class QueryTile(NamedTuple):
     k_start: Any
     key_len: Any
     stop_token: Any
-    piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
+    piece: Any = 0  # of `dealt_work.py`, unless it is in the list
     is_last: Any = 0  # whether it is known that the program has no tile after this one
 
 
@@ -173,7 +175,12 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         kv_stop = first_kv_tile + num_kv_tiles
         first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
     elif OPTIONS.MOST_PARTS > 0:
-        first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
+        if OPTIONS.IS_NUMBERED:
+            first_part, piece, pieces = dealt.first_part, dealt.number, dealt.pieces
+            waiting = dealt.waiting
+        else:
+            first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
+            waiting = gl.where(last, pieces, 0)
         if OPTIONS.STRETCH > 0:
             first_seen = 0
             if OPTIONS.HAS_LEFT:
@@ -184,7 +191,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         else:
             first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
             first_kv_tile += first_of_piece
-        pieces = pack_pieces(pieces, gl.where(last, pieces, 0), OPTIONS)
+        pieces = pack_pieces(pieces, waiting, OPTIONS)
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers
@@ -324,6 +331,23 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
+    elif OPTIONS.IS_NUMBERED and OPTIONS.MOST_PARTS > 0:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        room = params.sizes.heads_per_unit
+        units = numbers_of_tiles(params, OPTIONS) * heads * room
+        while unit < units:
+            found = find_numbered(unit // room // heads, params, OPTIONS)
+            sequence = found.sequence
+            piece = stretch_of_unit(unit, sequence, units, params, OPTIONS)
+            if found.exists & (piece.number < piece.pieces):
+                at = QueryTile(
+                    unit // room % heads, 0, found.b, found.first_token, sequence.q_start,
+                    sequence.query_len, sequence.k_start, sequence.key_len,
+                    gl.minimum(found.first_token + STEP, sequence.query_len), piece,
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            unit = claim_unit(units, params, OPTIONS)
     elif OPTIONS.IS_NUMBERED:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         numbers = numbers_of_tiles(params, OPTIONS)

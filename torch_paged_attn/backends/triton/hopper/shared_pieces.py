@@ -10,8 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.arrivals import arrive
-from torch_paged_attn.backends.triton.hopper.pieces import Parts, finite, leave_part, part_number
+from torch_paged_attn.backends.triton.hopper.pieces import (
+    Parts,
+    finite,
+    leave_part,
+    part_number,
+    place_of,
+)
 from torch_paged_attn.backends.triton.hopper.results import of_heads, store_lse
+from torch_paged_attn.backends.triton.hopper.stretches import factors, fold, next_reference
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.work_info import (
     FIRST_PART,
@@ -36,7 +43,7 @@ def _rows_together(at_once, options):
 def _arrive(counter, piece, pieces, waiting, num_rows, OPTIONS: gl.constexpr):
     """Count a piece. Returns the first row that is to be added up here, and the one after the last;
     all parts of these are there."""
-    is_mine, are_shared = arrive(counter, piece, pieces, waiting, OPTIONS.IS_DEALT)
+    is_mine, are_shared = arrive(counter, piece, pieces, waiting, not OPTIONS.IS_LISTED)
     first = gl.where(are_shared, num_rows * piece // gl.maximum(waiting, 1), 0)
     stop = gl.where(are_shared, num_rows * (piece + 1) // gl.maximum(waiting, 1), num_rows)
     return first, gl.where(is_mine, stop, first)
@@ -72,10 +79,10 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
     thread_barrier()
-    if OPTIONS.IS_DEALT:
-        counter = pointers.counters + first_part
-    else:
+    if OPTIONS.IS_LISTED:
         counter = pointers.tile_list + ENTRY + first_part
+    else:
+        counter = pointers.counters + first_part
     tokens = gl.minimum(rows.stop_token - rows.first_token, OPTIONS.TOKENS)
     num_rows = gl.maximum(tokens, 0) * OPTIONS.PACKED_HEADS
     first, stop = _arrive(counter, piece, pieces, word >> 16, num_rows, OPTIONS)
@@ -91,7 +98,7 @@ def _rows_of_part(i, r, exists, column, parts, pointers, OPTIONS: gl.constexpr):
     """References, sums of weights and values of rows r of part number i: nothing, if there is no
     such part."""
     HEIGHT: gl.constexpr = OPTIONS.BLOCK_M
-    part = part_number(parts.first, gl.minimum(i, parts.count - 1), parts.step, OPTIONS)
+    part = part_number(parts.first, place_of(i, parts.count, OPTIONS), parts.step, OPTIONS)
     is_there = exists & (i < parts.count)
     of_part = parts.references + part * (2 * HEIGHT) + r
     values = pointers.parts + part * (HEIGHT * OPTIONS.WIDTH_V) + column
@@ -126,7 +133,10 @@ def _add_parts(
             found = ()
             for j in gl.static_range(AT_ONCE):
                 found = found + _rows_of_part(i + j, r, exists, column, parts, pointers, OPTIONS)
-            m_all, total, acc = _fold_parts(m_all, total, acc, found, AT_ONCE)
+            if OPTIONS.STRETCH > 0:
+                m_all, total, acc = _fold_stretches(m_all, total, acc, found, AT_ONCE)
+            else:
+                m_all, total, acc = _fold_parts(m_all, total, acc, found, AT_ONCE)
         token = rows.first_token + r // OPTIONS.PACKED_HEADS
         share = store_lse(m_all, total, (r, token, exists, exists), rows, params, OPTIONS)
         head = rows.head + r % OPTIONS.PACKED_HEADS
@@ -155,3 +165,15 @@ def _fold_parts(m_all, total, acc, found, AT_ONCE: gl.constexpr):
         total = gl.fma(found[3 * j + 1], weight, total)
         acc = gl.fma(found[3 * j + 2], gl.expand_dims(weight, 1), acc)
     return m_new, total, acc
+
+
+@gluon.jit
+def _fold_stretches(m_all, total, acc, found, AT_ONCE: gl.constexpr):
+    """The same where parts are stretches of keys: one after the other, as a consumer that had all
+    of them would have added them up."""
+    for j in gl.static_range(AT_ONCE):
+        m_all, apart = next_reference(m_all, found[3 * j])
+        old, weight = factors(apart)
+        total = fold(total, found[3 * j + 1], old, weight)
+        acc = fold(acc, found[3 * j + 2], gl.expand_dims(old, 1), gl.expand_dims(weight, 1))
+    return m_all, total, acc

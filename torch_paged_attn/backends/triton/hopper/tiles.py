@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
-from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
+from torch_paged_attn.backends.triton.hopper.choices import FORM, Form, whole_group
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.hopper.support import (
@@ -36,6 +36,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     is_sorted,
     key_bound,
     most_parts,
+    reach_of,
     width_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
@@ -74,6 +75,9 @@ SHARING_TILES = 4
 STRETCH = 2048
 
 
+# of decodes without a list: stretches to a program
+ROUNDS = 12
+
 # one consumer leaves parts of half the rows, of which few are there: with fixed stretches, which
 # are many, there may be more
 MORE_PARTS = 3
@@ -94,20 +98,52 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
 
 def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     """How many pieces of tiles there may be, unless keys are dealt out."""
-    is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
     # pieces are merged on the way to a result of 16 bits
-    if (is_whole and not form.short) or call.result_dtype == torch.float32:
+    if call.result_dtype == torch.float32:
+        return 0
+    if form.is_numbered and call.is_batch_invariant:
+        return _most_units(call)
+    is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
+    if is_whole and not form.short:
         return 0
     parts = most_parts(call, form.short > 0 or form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
+
+
+def _most_units(call: AttentionCall) -> int:
+    """Stretches of keys that numbered tiles may have, of all heads."""
+    return ROUNDS * target_of(call.q.device).multiprocessors
+
+
+def most_stretches(call: AttentionCall) -> int:
+    """In how many stretches the keys of a sequence of few queries may be, by shapes and hints."""
+    reach = min(reach_of(call), key_bound(call))
+    unit = max(reach - 1, 0) // STRETCH
+    doublings = max(unit.bit_length() - 4, 0)
+    # a window may begin anywhere in a stretch
+    return 8 * doublings + (unit >> doublings) + (2 if is_bound(call.window_size_left) else 1)
+
+
+def are_few_stretches(call: AttentionCall) -> bool:
+    """Whether a batch of decodes, whose bits depend on a sequence alone, needs no list of tiles:
+    the stretches of its keys are so few that a program finds out quickly which of them exist."""
+    if call.block_table is None or call.layout is not None or has_rows(call):
+        return False
+    if lacking(call, OF_LISTS) is not None or call.result_dtype == torch.float32:
+        return False
+    packed = whole_group(call)
+    tiles = call.total_q // (BLOCK_M // packed) + call.batch + 1
+    return tiles * (call.num_heads // packed) * most_stretches(call) <= _most_units(call)
 
 
 def shares_parts(call: AttentionCall, parts: int, form: Form) -> bool:
     """Whether pieces of a tile are added up by all who left them, each some rows, and not by the
     last one to arrive (`shared_pieces.py`). Not for chunks whose tiles are many: these are in few
     pieces, and the code that shares costs the loop over keys some instructions."""
-    if parts == 0 or call.is_batch_invariant or form.short:
+    if parts == 0 or form.short:
         return False
+    if call.is_batch_invariant:
+        return form.is_cut
     if form.is_cut or width_of(call.head_dim_v) == 256:
         return True
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
@@ -230,8 +266,13 @@ def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
     return strides
 
 
-def sizes_of(call: AttentionCall, lists_per_head: int, packed_heads: int) -> Sizes:
+def sizes_of(
+    call: AttentionCall, options: Options, lists_per_head: int, packed_heads: int
+) -> Sizes:
     """Numbers that differ from call to call."""
+    heads_per_unit = (call.num_heads if is_sorted(call) else call.group_size) // packed_heads
+    if options.IS_NUMBERED and options.MOST_PARTS > 0:
+        heads_per_unit = most_stretches(call)
     page_rows = [x.stride(0) // x.stride(2) if has_rows(call) else None for x in (call.k, call.v)]
     return Sizes(
         num_pages=call.k.shape[0],
@@ -239,7 +280,7 @@ def sizes_of(call: AttentionCall, lists_per_head: int, packed_heads: int) -> Siz
         total_q=call.total_q,
         lists_per_head=lists_per_head,
         stride_table=0 if call.block_table is None else call.block_table.stride(0),
-        heads_per_unit=(call.num_heads if is_sorted(call) else call.group_size) // packed_heads,
+        heads_per_unit=heads_per_unit,
         k_page_rows=page_rows[0],
         v_page_rows=page_rows[1],
     )
@@ -258,8 +299,8 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.ROW_GROUPS * options.TOKENS
-    if options.IS_DEALT:
-        return options.MOST_PARTS // 2
+    if options.MOST_PARTS > 0 and not options.IS_LISTED:
+        return target_of(call.q.device).multiprocessors
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
     if options.IS_LISTED or options.IS_NUMBERED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)

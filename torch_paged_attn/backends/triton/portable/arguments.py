@@ -4,10 +4,13 @@ A later call that differs in sizes only needs new `pointers` and `sizes`; with a
 depend on its size, also new `strides`.
 """
 
+import math
+
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.page_sizes import compiled_size, size_at_run_time
 from torch_paged_attn.backends.triton.portable.formats import Formats
@@ -24,7 +27,8 @@ from torch_paged_attn.backends.triton.portable.groups import (
     Strides,
 )
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key_bound
-from torch_paged_attn.backends.triton.runtime.target import Target
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
+from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import Config
 
@@ -52,14 +56,32 @@ def _broadcast_strides(x: Tensor | None, *shape: int) -> tuple[int | None, ...]:
     return (None,) * len(shape) if x is None else x.expand(shape).stride()
 
 
+def _scale_strides(x: Tensor | None, batch: int, heads: int) -> tuple[int | None, ...]:
+    """Strides of sequence, head, page and slot of a descale; None for those that it has not."""
+    if not is_by_token(x, batch):
+        return *_broadcast_strides(x, batch, heads), None, None
+    assert x is not None
+    page, head, slot = _row_strides_of_scales(x)
+    return None, head, page, slot
+
+
+def _row_strides_of_scales(x: Tensor) -> tuple[int, int, int]:
+    """`_row_strides` of the scales of keys or values by token."""
+    return (
+        (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
+    )
+
+
 def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
-    """Whether scores are only multiplied by one scale, which is not negative, and masked."""
+    """Whether scores are only multiplied by scales of keys by token and by one scale, which is not
+    negative, and masked.
+    """
     is_changed = call.softcap or call.alibi_slopes is not None
     is_changed = is_changed or (call.attn_bias is not None and call.attn_bias.dtype != torch.bool)
-    is_raised = formats.is_paired and call.k.dtype == torch.int8
-    is_scaled = call.q_descale is not None or call.k_descale is not None
-    is_scaled = is_scaled or formats.is_q_normed or is_raised
-    is_scaled = is_scaled or (call.q_latent is not None and call.v_descale is not None)
+    is_raised = formats.is_paired and call.k.dtype in (torch.int8, torch.uint8)
+    is_scaled = call.q_descale is not None or formats.is_q_normed or is_raised
+    scales = [call.k_descale] if call.q_latent is None else [call.k_descale, call.v_descale]
+    is_scaled = is_scaled or any(x is not None and not is_by_token(x, call.batch) for x in scales)
     return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
 
 
@@ -122,8 +144,8 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     bias_head, bias_token, bias_key = _broadcast_strides(call.attn_bias, num_heads, -1, -1)
     alibi_batch, alibi_head = _broadcast_strides(call.alibi_slopes, batch, num_heads)
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
-    kd_batch, kd_head = _broadcast_strides(call.k_descale, batch, num_kv_heads)
-    vd_batch, vd_head = _broadcast_strides(call.v_descale, batch, num_kv_heads)
+    kd_batch, kd_head, kd_page, kd_slot = _scale_strides(call.k_descale, batch, num_kv_heads)
+    vd_batch, vd_head, vd_page, vd_slot = _scale_strides(call.v_descale, batch, num_kv_heads)
     tail = call.tail_mask
     latent = call.q_latent
     latent_token, latent_head = (None, None) if latent is None else latent.stride()[:2]
@@ -151,6 +173,10 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
         k_descale_head=kd_head,
         v_descale_batch=vd_batch,
         v_descale_head=vd_head,
+        k_descale_page=kd_page,
+        k_descale_slot=kd_slot,
+        v_descale_page=vd_page,
+        v_descale_slot=vd_slot,
         latent_token=latent_token,
         latent_head=latent_head,
         tail_token=tail_token,
@@ -214,14 +240,37 @@ def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, targ
     return config.num_stages == 1 and is_small and is_plain
 
 
+def _aligned(x: Tensor) -> int:
+    """Bytes of which addresses of 8-bit rows are multiples, if Triton would load them one by one:
+    it looks for multiples of 16 alone, and rows that have their scales beside them are none.
+    """
+    if x.itemsize > 1 or is_traced():
+        return 0
+    found = math.gcd(16, x.data_ptr() & 15, *_row_strides(x))
+    return found if 4 <= found < 16 else 0
+
+
+def _chunks(dim: int, stored: str, is_paired: bool, smallest: int) -> tuple[int, int, int]:
+    """The step from an element of a chunk to its next one, and the sizes of the first two chunks of
+    a row: see `load_kv.py`.
+    """
+    if is_paired:
+        step = 4 if stored == "INT4" else 2
+        return step, dim // step, dim // step
+    if stored == "INT4":
+        width = max(smallest, next_power_of_2(dim // 2))
+        return 2, width, width
+    return 1, *chunks(dim, smallest)
+
+
 def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> Options:
     """The compile-time constants of a call's kernel."""
     layout, config, bias = call.layout, tiles.config, call.attn_bias
     head_dim, head_dim_v, block_m = call.head_dim, call.head_dim_v, config.BLOCK_M
     smallest = target.smallest_chunk(block_m)
-    (k_low, k_high), (v_low, v_high) = chunks(head_dim, smallest), chunks(head_dim_v, smallest)
-    if formats.is_paired:
-        k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
+    k_step, k_low, k_high = _chunks(head_dim, formats.k, formats.is_paired, smallest)
+    v_step, v_low, v_high = _chunks(head_dim_v, formats.v, formats.is_paired, smallest)
+    v_by_token = is_by_token(call.v_descale, call.batch)
     has_left = is_bound(call.window_size_left)
     ranks, rng = call.key_ranks, call.rng_state
     run = call.key_interleave if ranks > 1 else 1
@@ -233,11 +282,13 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HEAD_DIM=head_dim,
         K_LOW=k_low,
         K_HIGH=k_high,
+        K_STEP=k_step,
         HEAD_DIM_V=head_dim_v,
         V_LOW=v_low,
         V_HIGH=v_high,
-        OUT_LOW=head_dim_v if formats.is_paired else v_low,
-        OUT_HIGH=0 if formats.is_paired else v_high,
+        V_STEP=v_step,
+        OUT_LOW=v_step * v_low if v_step > 1 else v_low,
+        OUT_HIGH=0 if v_step > 1 else v_high,
         GROUP_SIZE=call.group_size,
         PACK=tiles.pack,
         TOKENS=tiles.tokens,
@@ -272,8 +323,13 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         K_FORMAT=formats.k,
         V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
+        K_ALIGNED=_aligned(call.k),
+        V_ALIGNED=_aligned(call.v),
         IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
         IS_PAIRED=formats.is_paired,
+        K_BY_TOKEN=is_by_token(call.k_descale, call.batch),
+        V_BY_TOKEN=v_by_token,
+        HAS_UNITS=v_by_token and formats.product == tl.float16,
         IS_LOADED_FIRST=_is_loaded_first(call, formats, config, target),
         HAS_PTX=target.converts_float8,
         IS_Q_NORMED=formats.is_q_normed,

@@ -30,9 +30,9 @@ from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, 
 from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
 from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
+from torch_paged_attn.backends.triton.portable.queries import load_queries
 from torch_paged_attn.backends.triton.portable.query_tile import (
     find_keys,
-    load_queries,
     rows_of,
     tile_at,
 )

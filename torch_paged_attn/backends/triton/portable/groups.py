@@ -64,6 +64,10 @@ class Strides(NamedTuple):
     k_descale_head: Any
     v_descale_batch: Any
     v_descale_head: Any
+    k_descale_page: Any  # None unless a descale has a scale for each token; then `_batch` is None
+    k_descale_slot: Any
+    v_descale_page: Any
+    v_descale_slot: Any
     latent_token: Any
     latent_head: Any
     tail_token: Any
@@ -107,17 +111,19 @@ class Options(NamedTuple):
     """Compile-time constants of a kernel."""
 
     HEAD_DIM: int
-    K_LOW: int  # chunks of a row, see `gather_scatter.py`; if IS_PAIRED, even and odd elements
+    K_LOW: int  # chunks of a row, see `load_kv.py`
     K_HIGH: int
+    K_STEP: int
     HEAD_DIM_V: int
     V_LOW: int
     V_HIGH: int
+    V_STEP: int
     OUT_LOW: int  # chunks of a row of results
     OUT_HIGH: int
     GROUP_SIZE: int
     PACK: int  # heads in a tile
     TOKENS: int  # queries in a tile
-    GAP: int  # see `seqlen_info.py`  # see `seqlen_info.py`
+    GAP: int  # see `seqlen_info.py`
     IS_PAGED: bool
     # 0: packed keys, or one page for each sequence; LONG_PAGES or SHORT_PAGES: `Scalars.page_size`
     PAGE_SIZE: int
@@ -149,8 +155,14 @@ class Options(NamedTuple):
     K_FORMAT: str
     V_FORMAT: str
     OUT_FORMAT: str
+    # bytes of which addresses of rows are multiples, if Triton does not see it; else 0
+    K_ALIGNED: int
+    V_ALIGNED: int
     IS_V_LIKE_K: bool  # k and v have the same strides, so that they share row offsets
     IS_PAIRED: bool
+    K_BY_TOKEN: bool  # k_descale has a scale for each token and head: see `token_scales.py`
+    V_BY_TOKEN: bool
+    HAS_UNITS: bool  # weights of values are in units of their own
     IS_LOADED_FIRST: bool  # a tile's keys and values are both asked for before either is used
     HAS_PTX: bool
     IS_Q_NORMED: bool

@@ -12,6 +12,7 @@ from torch_paged_attn.backends.triton.portable.gather_scatter import load_chunks
 from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.selected_keys import (
+    SelectedSizes,
     find_token,
     load_keys,
 )
@@ -44,14 +45,23 @@ def _descale_of(token, group, pointers, strides):
     return factor
 
 
-@triton.jit(do_not_specialize=("first_row", "stop_row", "tokens", "num_keys", "sizes"))
+@triton.jit(
+    do_not_specialize=("first_row", "stop_row", "tokens", "num_keys", *SelectedSizes._fields)
+)
 def _index_scores_kernel(
-    pointers, weights_ptr, scores_ptr, first_row, stop_row, tokens, num_keys, sizes, strides,
+    pointers, weights_ptr, scores_ptr, first_row, stop_row, tokens, num_keys,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides,
     IS_RELU: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """scores_ptr: (rows, G, num_keys), of which only what a token sees is written. weights_ptr:
     contiguous (total_q, num_heads), or None. A program has `tokens` rows, AT_ONCE at a time.
     """
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     PAGE_SIZE: tl.constexpr = OPTIONS.PAGE_SIZE
@@ -117,12 +127,19 @@ def _index_scores_kernel(
         row = last
 
 
-@triton.jit(do_not_specialize=("first_row", "num_keys", "num_units", "sizes"))
+@triton.jit(do_not_specialize=("first_row", "num_keys", "num_units", *SelectedSizes._fields))
 def _pool_units_kernel(
-    pointers, scores_ptr, pooled_ptr, first_row, num_keys, num_units, sizes, strides,
+    pointers, scores_ptr, pooled_ptr, first_row, num_keys, num_units,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides,
     POOL: tl.constexpr, UNITS: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Scores of units, (rows, G, num_units), from those of their keys."""
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
     group = tl.program_id(1)
     token = find_token(first_row + tl.program_id(0), group, pointers, strides, sizes, OPTIONS)

@@ -11,6 +11,7 @@ from torch_paged_attn.backends.triton.portable.key_positions import (
     tiles_of_block,
 )
 from torch_paged_attn.backends.triton.portable.load_kv import (
+    as_two_chunks,
     fold_value_tile,
     fold_values_loaded,
     load_keys,
@@ -21,6 +22,7 @@ from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, 
 from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
 from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
+from torch_paged_attn.backends.triton.portable.token_scales import in_units
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
 
@@ -53,9 +55,8 @@ def attend_keys(
 ):
     """Attention of a tile of queries to the tiles of keys `keys.i_start` to `keys.i_stop` - 1.
 
-    Queries, keys and values are in two chunks, the second of which may be missing: the low and the
-    high elements of a head, or, if keys are decoded by pairs, the even and the odd ones. Returns
-    row maxima, row sums, and the sums of weighted values in two chunks.
+    Queries, keys and values are in the chunks of `load_kv.py`. Returns row maxima, row sums, the
+    sums of weighted values in two chunks, and by what each row's have to be multiplied.
     """
     DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
@@ -70,12 +71,22 @@ def attend_keys(
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
     HAS_LATENT: tl.constexpr = pointers.q_latent is not None
     HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
+    # strides count elements of two bytes if these are paired; those of keys may be those of values,
+    # which may begin elsewhere
+    EACH: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // EACH
+    TAKES_V: tl.constexpr = OPTIONS.IS_V_LIKE_K and OPTIONS.V_ALIGNED > OPTIONS.K_ALIGNED
+    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // EACH
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
     # unused if one chunk holds a row of v
     acc_high = tl.zeros([BLOCK_M, V_HIGH if V_HIGH > 0 else 1], tl.float32)
+    # unused unless there are four
+    acc_third = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
+    acc_fourth = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
+    unit = tl.full([BLOCK_M], 0.0 if OPTIONS.HAS_UNITS else 1.0, tl.float32)
 
     # phases: 0 tiles at a window's left edge, 1 tiles that every row sees whole, 2 the rest
     i_full = i_start
@@ -92,6 +103,12 @@ def attend_keys(
     for attempt in tl.static_range(ATTEMPTS):
         if attempt == 1:
             is_bad = has_nan(acc_low) | has_nan(acc_high)
+            if OPTIONS.V_STEP == 4:
+                is_bad = is_bad | has_nan(acc_third) | has_nan(acc_fourth)
+                acc_third = tl.where(is_bad, 0.0, acc_third)
+                acc_fourth = tl.where(is_bad, 0.0, acc_fourth)
+            if OPTIONS.HAS_UNITS:
+                unit = tl.where(is_bad, 0.0, unit)
             m_i = tl.where(is_bad, float("-inf"), m_i)
             l_i = tl.where(is_bad, 0.0, l_i)
             acc_low = tl.where(is_bad, 0.0, acc_low)
@@ -130,6 +147,10 @@ def attend_keys(
                 v_offsets = k_offsets
                 if not OPTIONS.IS_V_LIKE_K:
                     v_offsets = page * strides.v_page + slot * strides.v_slot
+                if K_ALIGNED > 0:
+                    k_offsets = tl.multiple_of(k_offsets, K_ALIGNED)
+                if V_ALIGNED > 0 and not OPTIONS.IS_V_LIKE_K:
+                    v_offsets = tl.multiple_of(v_offsets, V_ALIGNED)
                 if OPTIONS.IS_LOADED_FIRST:
                     loaded = load_keys(memory.k, k_offsets, OPTIONS)
                     values = load_values(memory.v, v_offsets, OPTIONS)
@@ -148,6 +169,13 @@ def attend_keys(
                     # rows that do not exist need no mask: they are not written
                     seen = allowed if phase == 1 and attempt == 0 else seen & allowed
                 s = scaled(s, queries.scale, queries.raised, OPTIONS)
+                if OPTIONS.K_BY_TOKEN:
+                    k_scales = page * strides.k_descale_page + slot * strides.k_descale_slot
+                    s *= tl.load(memory.k_scales + k_scales)[None, :]
+                v_scale = 1.0
+                if OPTIONS.V_BY_TOKEN:
+                    v_scales = page * strides.v_descale_page + slot * strides.v_descale_slot
+                    v_scale = tl.load(memory.v_scales + v_scales)
                 if HAS_LATENT:
                     # the loaded values serve as keys here and as values below
                     if not OPTIONS.IS_LOADED_FIRST:
@@ -156,7 +184,10 @@ def attend_keys(
                         (queries.latent_low, queries.latent_high), values, OPTIONS.V_HIGH,
                         OPTIONS.CHAIN,
                     )  # fmt: skip
-                    s += scaled(more, queries.latent_scale, 0.0, OPTIONS)
+                    more = scaled(more, queries.latent_scale, 0.0, OPTIONS)
+                    if OPTIONS.V_BY_TOKEN:
+                        more *= v_scale[None, :]
+                    s += more
                 s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
                 if phase != 1 or attempt == 1 or BIAS == "bool":
                     # select instead of adding -inf: a masked key may contain NaN
@@ -171,19 +202,26 @@ def attend_keys(
                         BLOCK_N, OPTIONS.IS_ALIGNED, OPTIONS.HAS_DROPOUT_BASE,
                     )  # fmt: skip
                     p = tl.where(survives, p * scalars.dropout_scale, 0.0)
-                p = p.to(DTYPE)
 
                 # a tail mask, too, may hide a key in the middle from all rows
                 IS_CAREFUL: tl.constexpr = attempt == 1 or (HAS_TAIL and phase != 1)
                 keep = rows.exists
                 if IS_CAREFUL:
                     keep = tl.max(seen.to(tl.int32), 0) > 0
-                acc = acc_low, acc_high
+                if OPTIONS.V_BY_TOKEN:
+                    if IS_CAREFUL:
+                        v_scale = tl.where(keep, v_scale, 0.0)
+                    p *= v_scale[None, :]
+                    if OPTIONS.HAS_UNITS:
+                        p, unit, shrink = in_units(p, unit, shrink)
+                p = p.to(DTYPE)
+                acc = acc_low, acc_high, acc_third, acc_fourth
                 if HAS_LATENT or OPTIONS.IS_LOADED_FIRST:
                     acc = fold_values_loaded(acc, shrink, p, values, keep, OPTIONS, IS_CAREFUL)
                 else:
                     acc = fold_value_tile(
                         acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
                     )
-                acc_low, acc_high = acc
-    return m_i, l_i, acc_low, acc_high
+                acc_low, acc_high, acc_third, acc_fourth = acc
+    low, high = as_two_chunks((acc_low, acc_high, acc_third, acc_fourth), OPTIONS)
+    return m_i, l_i, low, high, unit

@@ -67,7 +67,7 @@ def load_bias(bias_rows, exists, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: t
 @triton.jit
 def scaled(s, scale, raised, OPTIONS: tl.constexpr):
     """Products q k times the scale, unless RAW_SCORES, where the softmax includes the scale."""
-    if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
+    if OPTIONS.IS_PAIRED and (OPTIONS.K_FORMAT == "INT8" or OPTIONS.K_STEP == 4):
         return s * scale - raised
     elif not OPTIONS.RAW_SCORES:
         return s * scale

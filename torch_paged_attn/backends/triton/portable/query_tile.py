@@ -8,14 +8,8 @@ loaded once for all these heads.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.dequant import float16_range
 from torch_paged_attn.backends.triton.portable.combine import part_weights
-from torch_paged_attn.backends.triton.portable.gather_scatter import (
-    load_chunks,
-    load_rows,
-    page_at,
-    store_rows,
-)
+from torch_paged_attn.backends.triton.portable.gather_scatter import page_at, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
 from torch_paged_attn.backends.triton.portable.key_positions import (
     key_position,
@@ -23,7 +17,9 @@ from torch_paged_attn.backends.triton.portable.key_positions import (
     tiles_of_block,
 )
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
-from torch_paged_attn.backends.triton.portable.named import named, type_of
+from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.queries import load_queries
+from torch_paged_attn.backends.triton.portable.token_scales import scales_of_head
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
@@ -162,105 +158,6 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
 
 
 @triton.jit
-def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """A tile of queries in two chunks; as columns (BLOCK_M, 1): `scale`, by which products of a row
-    are multiplied, `raised`, which is subtracted from them, and the ALiBi slope; and the same of
-    q_latent.
-    """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
-    K_LOW: tl.constexpr = OPTIONS.K_LOW
-    K_HIGH: tl.constexpr = OPTIONS.K_HIGH
-    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
-    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
-    LOADED: tl.constexpr = tl.float32 if OPTIONS.IS_Q_NORMED else DTYPE
-    STEP: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
-    HIGH_START: tl.constexpr = 1 if OPTIONS.IS_PAIRED else K_LOW
-    b, exists = rows.b, rows.exists
-    offsets = rows.row * strides.q_token + rows.head.to(tl.int64) * strides.q_head
-    q_ptr = pointers.q
-    low = load_rows(q_ptr, offsets, exists, 0, K_LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
-    high = low
-    if K_HIGH > 0:
-        high = load_rows(
-            q_ptr, offsets, exists, HIGH_START, K_HIGH, HEAD_DIM, True, FORMAT, LOADED, STEP
-        )
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scalars.scale
-    if OPTIONS.IS_Q_NORMED:
-        largest = tl.max(tl.abs(low), 1)
-        if K_HIGH > 0:
-            largest = tl.maximum(largest, tl.max(tl.abs(high), 1))
-        enlarge, reduce = float16_range(largest)
-        low = (low * enlarge[:, None]).to(DTYPE)
-        high = (high * enlarge[:, None]).to(DTYPE)
-        scale = scale * reduce
-    if not OPTIONS.RAW_SCORES:
-        scale = _descaled(
-            scale, pointers.q_descale, strides.q_descale_batch, strides.q_descale_head,
-            rows, sizes.batch,
-        )  # fmt: skip
-        scale = _descaled(
-            scale, pointers.k_descale, strides.k_descale_batch, strides.k_descale_head,
-            rows, sizes.batch,
-        )  # fmt: skip
-    latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
-    if pointers.q_latent is not None:
-        offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
-        latent_low, latent_high = load_chunks(
-            pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
-            True, FORMAT, DTYPE,
-        )  # fmt: skip
-        latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
-    raised = 0.0
-    if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
-        # int8 keys are decoded as k + 128 (`decode_raised_pairs`), which adds this to a score
-        raised = 128.0 * scale * (tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
-        raised = raised[:, None]
-        scale = scale * 16777216.0
-    slope = 0.0
-    if pointers.alibi is not None:
-        alibi_ptr = pointers.alibi + b * strides.alibi_batch
-        has_slope = exists & (b < sizes.batch)
-        slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
-        slope = slope[:, None]
-    return named("low high scale raised slope latent_low latent_high latent_scale")(
-        low=low,
-        high=high,
-        scale=scale[:, None],
-        raised=raised,
-        slope=slope,
-        latent_low=latent_low,
-        latent_high=latent_high,
-        latent_scale=latent_scale,
-    )
-
-
-@triton.jit
-def _descaled(scale, descale_ptr, stride_batch, stride_head, rows, batch):
-    """`scale` times a descale of the row's sequence and KV head, if it is given."""
-    if descale_ptr is not None:
-        at = rows.b * stride_batch + rows.kv_head * stride_head
-        scale = scale * tl.load(descale_ptr + at, mask=rows.b < batch, other=0.0)
-    return scale
-
-
-@triton.jit
-def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """The factor of products q_latent v, which have the values' descale."""
-    scale = tl.full([], 1.0, tl.float32) * scalars.scale
-    if not OPTIONS.RAW_SCORES:
-        scale = _descaled(
-            scale, pointers.q_descale, strides.q_descale_batch, strides.q_descale_head,
-            rows, sizes.batch,
-        )  # fmt: skip
-        scale = _descaled(
-            scale, pointers.v_descale, strides.v_descale_batch, strides.v_descale_head,
-            rows, sizes.batch,
-        )  # fmt: skip
-    return scale
-
-
-@triton.jit
 def _as_one_part(state, OPTIONS: tl.constexpr):
     """The state that `combine.py` computes, before the sink, for a tile that has only one part."""
     total = tl.where(state.l == 0.0, 1.0, state.l)
@@ -338,7 +235,6 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     """Attention to the units `unit` to `unit + taken` - 1 of the tile's `units` (`work_info.py`),
     which `share` holds. Writes the results, or with `is_part` the partial result number `part`.
     """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     rows = rows_of(tile, sizes, OPTIONS)
     keys = find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
     queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
@@ -365,27 +261,34 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         k_start = tl.cast(tile.k_start, tl.int64)
         k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
         v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
-    memory = named("block_table col k v bias_rows tail_rows")(
+    # in the function that computes them: Triton would forget it of a function's argument
+    K_ALIGNED: tl.constexpr = OPTIONS.K_ALIGNED
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED
+    if K_ALIGNED > 0:
+        k_ptr = tl.multiple_of(k_ptr, K_ALIGNED)
+    if V_ALIGNED > 0:
+        v_ptr = tl.multiple_of(v_ptr, V_ALIGNED)
+    k_scales, v_scales = scales_of_head(tile, kv_head, pointers, strides, sizes, OPTIONS)
+    memory = named("block_table col k v k_scales v_scales bias_rows tail_rows")(
         block_table=table_ptr,
         col=col_ptr,
         k=k_ptr,
         v=v_ptr,
+        k_scales=k_scales,
+        v_scales=v_scales,
         bias_rows=bias_rows,
         tail_rows=tail_rows,
     )
-    m_i, l_i, acc_low, acc_high = attend_keys(
+    m_i, l_i, low, high, gain = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
     )
 
     # `factor` is for exp2; times ln 2 it is for exp
     m = m_i * (scalars.factor * 0.6931471805599453)
-    gain = tl.full([BLOCK_M], 1.0, tl.float32)
-    if pointers.v_descale is not None:
+    if pointers.v_descale is not None and not OPTIONS.V_BY_TOKEN:
         at = rows.b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
         gain = gain * tl.load(pointers.v_descale + at, mask=rows.b < sizes.batch, other=0.0)
-    if OPTIONS.IS_PAIRED:
-        acc_low = tl.interleave(acc_low, acc_high)
-    state = named("m l low high gain")(m=m, l=l_i, low=acc_low, high=acc_high, gain=gain)
+    state = named("m l low high gain")(m=m, l=l_i, low=low, high=high, gain=gain)
     if share.is_part:
         _write_part(state, rows, keys, share.part, pointers, OPTIONS)
     elif OPTIONS.FIXED_UNITS > 0 and (pointers.sinks is not None or OPTIONS.BIAS == "float"):

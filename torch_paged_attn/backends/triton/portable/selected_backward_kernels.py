@@ -19,6 +19,7 @@ from torch_paged_attn.backends.triton.portable.logits import softcapped
 from torch_paged_attn.backends.triton.portable.named import named, type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.selected_keys import (
+    SelectedSizes,
     find_keys,
     find_token,
     list_logits,
@@ -71,10 +72,17 @@ def _score_gradients(s, p, dp, d, scalars, OPTIONS: tl.constexpr):
     return ds
 
 
-@triton.jit(do_not_specialize=("sizes",))
+@triton.jit(do_not_specialize=SelectedSizes._fields)
 def _selected_dq_kernel(
-    pointers, gradients, sizes, strides, more_strides, scalars, OPTIONS: tl.constexpr
+    pointers, gradients,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, more_strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
@@ -150,13 +158,20 @@ def _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTION
     )
 
 
-@triton.jit(do_not_specialize=("sizes",))
+@triton.jit(do_not_specialize=SelectedSizes._fields)
 def _selected_dkdv_kernel(
-    pointers, gradients, sizes, strides, more_strides, scalars, OPTIONS: tl.constexpr
+    pointers, gradients,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, more_strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """sizes: of the forward, with the entries of a group's inverse list for `entries` and the
     number of bounds for `max_pages`.
     """
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     PACK: tl.constexpr = min(triton.next_power_of_2(OPTIONS.GROUP_SIZE), BLOCK_M)

@@ -13,6 +13,7 @@ from torch_paged_attn.backends.triton.portable.gather_scatter import store_rows,
 from torch_paged_attn.backends.triton.portable.named import type_of
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products
 from torch_paged_attn.backends.triton.portable.selected_keys import (
+    SelectedSizes,
     find_keys,
     find_token,
     find_units,
@@ -30,13 +31,20 @@ from torch_paged_attn.backends.triton.softmax import (
 )
 
 
-@triton.jit(do_not_specialize=("sizes",))
+@triton.jit(do_not_specialize=SelectedSizes._fields)
 def _selected_fwd_kernel(
-    pointers, results, sizes, strides, scalars, OPTIONS: tl.constexpr
+    pointers, results,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """`results`: out, lse and out_scale; if IS_SPLIT, values, maxima and sums of partial results,
     each with the number of a split first.
     """
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
@@ -117,20 +125,23 @@ def _store(
         store_rows(pointers, high, keep, OPTIONS.V_LOW, OPTIONS.V_HIGH, STOP, out_scale, FORMAT)
 
 
-@triton.jit(do_not_specialize=("sizes",))
+@triton.jit(do_not_specialize=SelectedSizes._fields)
 def _merge_selected_kernel(
-    parts, results, sinks, cu_seqlens_q, sizes, WIDTH: tl.constexpr, OPTIONS: tl.constexpr
+    parts, results, sinks, cu_seqlens_q,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    WIDTH: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one token and head, split by split."""
     row = tl.program_id(0).to(tl.int64)  # token and head
     token, head = row // OPTIONS.NUM_HEADS, row % OPTIONS.NUM_HEADS
     dims = tl.arange(0, WIDTH)
     inside = dims < OPTIONS.HEAD_DIM_V
-    rows = tl.cast(sizes.total_q, tl.int64) * OPTIONS.NUM_HEADS
+    rows = tl.cast(total_q, tl.int64) * OPTIONS.NUM_HEADS
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([WIDTH], tl.float32)
-    for split in tl.range(0, sizes.splits):
+    for split in tl.range(0, splits):
         at = split * rows + row
         part_m = tl.load(parts.lse + at)
         part = tl.load(parts.out + at * OPTIONS.HEAD_DIM_V + dims, mask=inside, other=0.0)
@@ -141,13 +152,13 @@ def _merge_selected_kernel(
         total = total * shrink + tl.load(parts.sums + at) * weight
         m = m_new
     if sinks is not None:
-        last = tl.load(cu_seqlens_q + sizes.batch)
+        last = tl.load(cu_seqlens_q + batch)
         sink = tl.load(sinks + head, mask=token < last, other=float("-inf"))
         m, total, shrink = with_sink(m, total, sink)
         acc = acc * shrink
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-    at = head * sizes.total_q + token + tl.arange(0, 1)
+    at = head * total_q + token + tl.arange(0, 1)
     tl.store(results.lse + at, lse)
     out = acc / divisor
     if results.out_scale is not None:

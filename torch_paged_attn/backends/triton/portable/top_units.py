@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.index_scores import stop_of
-from torch_paged_attn.backends.triton.portable.selected_keys import find_token
+from torch_paged_attn.backends.triton.portable.selected_keys import SelectedSizes, find_token
 
 # neighbours that are sampled together: 32 bytes
 RUN = tl.constexpr(8)
@@ -217,12 +217,19 @@ def _gather_between(
     return above, between
 
 
-@triton.jit(do_not_specialize=("first_row", "num_units", "wanted", "sizes"))
+@triton.jit(do_not_specialize=("first_row", "num_units", "wanted", *SelectedSizes._fields))
 def _top_units_kernel(
-    pointers, top, first_row, num_units, wanted, width, force_first, force_last, sizes, strides,
+    pointers, top, first_row, num_units, wanted, width, force_first, force_last,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides,
     UNITS: tl.constexpr, HAS_FORCED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """A token's best units, `wanted` at most; `top` is a `TopPointers`."""
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     group = tl.program_id(1)
     token = find_token(first_row + tl.program_id(0), group, pointers, strides, sizes, OPTIONS)
     stop = stop_of(token, sizes, OPTIONS)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn import environment
+from torch_paged_attn import attention_call, environment
 from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
@@ -55,6 +55,9 @@ SIZED = frozenset(
         *("q_latent", "tail_mask", "k_start", "q_position", "out"),
     )
 )
+
+# scales of these may have as many rows as the cache
+BY_TOKEN = "k_descale", "v_descale"
 
 # A function that returns a call's results. It takes the tensors that are not None, of the call that
 # it was planned for or of one like it, and their addresses (None while a graph is traced)
@@ -188,7 +191,7 @@ def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> A
 
 def _kinds_like(call: AttentionCall, environs: tuple[Any, ...]) -> dict[Any, Any]:
     """`make_kind` -> what it returned, for calls that differ from this one only in sizes."""
-    tensors = [_kind_of_tensor(name, x) for name, x in call.given_tensors().items()]
+    tensors = [_kind_of_tensor(name, x, call.batch) for name, x in call.given_tensors().items()]
     options = [getattr(call, name) for name in option_names("flash_varlen")]
     if (layout := call.layout) is not None:
         options += layout.q_block_size, layout.k_block_size
@@ -200,13 +203,14 @@ def _kinds_like(call: AttentionCall, environs: tuple[Any, ...]) -> dict[Any, Any
     return kinds
 
 
-def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
+def _kind_of_tensor(name: str, x: Tensor, batch: int) -> tuple[Any, ...]:
     offset = x.data_ptr() & 15
     if name == "block_table":
         # of one column, kernels are their own: see `page_sizes.py`
         return name, offset, x.stride(1), x.shape[1] == 1
-    shape = x.shape[1:] if name in SIZED else x.shape
-    return name, offset, x.dtype, shape, x.stride()
+    is_by_token = name in BY_TOKEN and attention_call.is_by_token(x, batch)
+    shape = x.shape[1:] if name in SIZED or is_by_token else x.shape
+    return name, offset, x.dtype, shape, x.stride(), is_by_token
 
 
 def described(tensors: tuple[Any, ...]) -> list[Any]:

@@ -85,6 +85,37 @@ class Allocation:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+class Constants:
+    """A function that returns tensors that are always the same, and their addresses. Each stream
+    that calls it has its own, so that none waits for another, and so has each call in a CUDA graph,
+    which keeps no reference to tensors that were made before it.
+    """
+
+    __slots__ = ("_device", "_kept", "_make")
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> None:
+        self._make, self._device = make, device
+        # the handle of a stream -> what is returned
+        self._kept: dict[int, tuple[tuple[Tensor, ...], tuple[int, ...]]] = {}
+
+    def __call__(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if self._device.type != "cuda" or _is_capturing():
+            return self._made()
+        stream = current_stream(self._device.index)
+        found = self._kept.get(stream)
+        if found is None:
+            if len(self._kept) == MOST_STREAMS:
+                self._kept = {}
+            # a tensor made under inference_mode could not be used outside
+            with torch.inference_mode(False):
+                found = self._kept[stream] = self._made()
+        return found
+
+    def _made(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        made = self._make()
+        return made, tuple([x.data_ptr() for x in made])
+
+
 class Scratch:
     """Memory for partial results (float32) and counters (int32, 0) of launches on a stream."""
 

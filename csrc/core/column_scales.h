@@ -1,0 +1,64 @@
+// Scales by token of a block's columns: those of keys multiply scores, those of values probabilities.
+#pragma once
+
+#include "paged_kv.h"
+#include "vec/vec.h"
+
+namespace {
+
+struct ColumnScales {
+  alignas(64) float k[MAX_COLUMNS], v[MAX_COLUMNS];
+  const float *of_keys = nullptr, *of_values = nullptr;  // null where there are none
+};
+
+PAGED_ATTN_INLINE void load_column_scales(const Attention& a, int64_t kv_head,
+                                          const KeyBlock& block, ColumnScales& to) {
+  const auto load_all = [&](const paged_attn::TokenScales& from, const int64_t* offset, float* x)
+                            __attribute__((always_inline)) -> const float* {
+    if (!from) return nullptr;
+    const float* first = from.data + kv_head * from.stride_head;
+    for (int c = 0; c < block.num_columns; ++c) x[c] = first[offset[c]];
+    return x;
+  };
+  to.of_keys = load_all(a.k_scales, block.k_scale, to.k);
+  to.of_values = load_all(a.v_scales, block.v_scale, to.v);
+}
+
+// Multiplies columns [begin, end) of rows of scores.
+PAGED_ATTN_INLINE void scale_columns(float* scores, int64_t stride, int rows, int begin, int end,
+                                     const float* scales) {
+  for (int c = begin; c < end; c += W) {
+    const F scale = load(scales + c);
+    for (int r = 0; r < rows; ++r)
+      store(scores + r * stride + c, load(scores + r * stride + c) * scale);
+  }
+}
+
+// Adds the same columns of other scores, multiplied by scales.
+PAGED_ATTN_INLINE void add_scaled_columns(const float* from, float* scores, int64_t stride, int rows,
+                                          int begin, int end, const float* scales) {
+  for (int c = begin; c < end; c += W) {
+    const F scale = load(scales + c);
+    for (int r = 0; r < rows; ++r) {
+      float* to = scores + r * stride + c;
+      store(to, fma(load(from + r * stride + c), scale, load(to)));
+    }
+  }
+}
+
+// Asks for the scales of a block of some heads, a cache line for each ALIGN columns: as many as one
+// has where a head's scales are contiguous.
+PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t first_head, int heads,
+                                           const KeyBlock& block) {
+  const auto fetch = [&](const paged_attn::TokenScales& from, const int64_t* offset)
+                         __attribute__((always_inline)) {
+    if (!from) return;
+    for (int c = 0; c < block.num_columns; c += ALIGN)
+      for (int h = 0; h < heads; ++h)
+        __builtin_prefetch(from.data + (first_head + h) * from.stride_head + offset[c]);
+  };
+  fetch(a.k_scales, block.k_scale);
+  fetch(a.v_scales, block.v_scale);
+}
+
+}  // namespace

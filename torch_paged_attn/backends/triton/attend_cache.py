@@ -1,0 +1,85 @@
+"""`attend_cache` on GPUs: the plan of `flash_varlen` for the same memory, found by the arguments of
+`flash_attn_with_kvcache`.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import tensor_names
+from torch_paged_attn.backends.triton.flash_varlen import (
+    flash_varlen,
+    said_of_longest,
+    said_of_reach,
+)
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backends.triton.runtime.workspace import Constants
+from torch_paged_attn.ops.attend_cache import rows_of
+
+# the operator's tensors, by their names in `flash_varlen`
+TENSORS = (
+    "q", "k", "v", "seqused_k", "block_table", "cu_seqlens_q", "alibi_slopes", "sinks", "q_descale",
+    "k_descale", "v_descale",
+)  # fmt: skip
+
+
+def attend_cache(
+    *tensors: Tensor | None, max_seqlen_q: int = 0, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.attend_cache`."""
+    longest = 0
+    if max_seqlen_q:
+        longest = said_of_longest(max_seqlen_q, 0, False)
+    return launch_cache.call(f"attend_cache, {longest}", _planner(longest), tensors, options)
+
+
+@functools.cache
+def _planner(longest: int) -> Any:
+    return functools.partial(_plan, longest)
+
+
+def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+    found = dict(zip(TENSORS, tensors, strict=False))
+    given = [name for name in TENSORS if found.get(name) is not None]
+    q, k_cache, v_cache = (found[name] for name in "qkv")
+    assert q is not None and k_cache is not None and v_cache is not None
+    rows = rows_of(q, k_cache, v_cache, found.get("cu_seqlens_q"))
+    found |= {"q": rows, "k": k_cache.transpose(1, 2), "v": v_cache.transpose(1, 2)}
+    ranges: dict[str, tuple[int, int]] = {}  # what is not given: how many numbers, and their step
+    if found.get("cu_seqlens_q") is None:
+        batch, seqlen_q = q.shape[:2]
+        ranges["cu_seqlens_q"] = batch + 1, seqlen_q
+        longest = said_of_longest(seqlen_q, 0, False)
+    if found.get("block_table") is None:
+        # row b of the cache is the only page of sequence b
+        ranges["block_table"] = k_cache.shape[0], 1
+    constants = Constants(functools.partial(_ranges, ranges, q.device), q.device)
+    found |= zip(ranges, constants()[0], strict=True)
+    given += ranges
+    table = found["block_table"]
+    assert table is not None
+    reach = said_of_reach(table.shape[-1] * k_cache.shape[1], False)
+    names = [x for x in tensor_names("flash_varlen") if x in found]
+    attend = flash_varlen.plan(
+        longest, reach, *map(found.get, tensor_names("flash_varlen")), **options
+    )
+    pick = operator.itemgetter(*(given.index(x) for x in names if x in given))
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        made, at = constants()
+        return attend(pick((*tensors, *made)), addresses and pick((*addresses, *at)))
+
+    return run
+
+
+def _ranges(ranges: dict[str, tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
+    """0, step, 2 step, ...; as a column for a block table."""
+    made = {
+        name: torch.arange(count, dtype=torch.int32, device=device) * step
+        for name, (count, step) in ranges.items()
+    }
+    return tuple(x[:, None] if name == "block_table" else x for name, x in made.items())

@@ -1,0 +1,75 @@
+"""The operator `paged_attn::attend_cache`: `flash_attn_with_kvcache` without new tokens, on a GPU.
+
+It is internal, as `append_and_attend` is, and for the same reason: it takes flash-attn's arguments
+as they are. To make of them the views and bounds that `flash_varlen` takes, in Python, takes longer
+on the host than that call.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.ops._library import LIBRARY
+from torch_paged_attn.ops.backend import serving
+from torch_paged_attn.ops.checks import check_dim, fail, refuse
+
+OP = "attend_cache"
+
+
+def rows_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """q as rows `(total_q, num_heads, head_dim)`, or ValueError for shapes and strides of which
+    there is no view.
+    """
+    pages = "(num_pages, page_size, num_kv_heads, head_dim)"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dim(OP, name, x, pages)
+    if q.dtype.itemsize == 1:
+        fail(OP, "q", q.dtype, "a dtype that out may have")
+    if cu_seqlens_q is not None:
+        check_dim(OP, "q", q, "(total_q, num_heads, head_dim)")
+        return q
+    check_dim(OP, "q", q, "(batch, seqlen_q, num_heads, head_dim)")
+    rows = q.flatten(0, 1)
+    if rows.data_ptr() != q.data_ptr():
+        fail(OP, "q", f"strides {q.stride()}", "contiguous over batch and sequence")
+    return rows
+
+
+def fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """What the operator returns, in shape and dtype."""
+    *lengths, num_heads, _ = q.shape
+    total = lengths[0] * lengths[1] if len(lengths) == 2 else lengths[0]
+    out = q.new_empty((total, num_heads, v_cache.shape[3]))
+    return out, q.new_empty((num_heads, total), dtype=torch.float32)
+
+
+@functools.cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+    backend, reason = serving("CUDA")
+    if backend is None:
+        refuse(OP, reason)
+    return backend.function(OP)
+
+
+def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _kernel()(*args, **options)
+
+
+LIBRARY.define(
+    f"{OP}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,"
+    " Tensor? block_table=None, Tensor? cu_seqlens_q=None, Tensor? alibi_slopes=None,"
+    " Tensor? sinks=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,"
+    " *, int max_seqlen_q=0, float? softmax_scale=None, bool causal=False,"
+    " int window_size_left=-1, int window_size_right=-1, float softcap=0.0)"
+    " -> (Tensor out, Tensor softmax_lse)"
+)
+torch.library.register_fake(f"paged_attn::{OP}", fake, lib=LIBRARY)
+LIBRARY.impl(OP, _on_gpu, "CUDA")
+# its caller has checked that no input requires grad
+LIBRARY.impl(OP, torch.library.fallthrough_kernel, "Autograd")
+attend_cache = torch.ops.paged_attn.attend_cache.default
