@@ -54,15 +54,15 @@ WAYS = {
     "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
                      "numbered small", "numbered tall", "numbered three", "listed tall",
                      "cut low", "cut divided", "cut tall"],
-    "many/d256/b2": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut tall"],
-    "many/d64/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                    "cut tall"],
+    "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
+    "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
     "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
                      "cut low large", "cut tall"],
-    "many/d256/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut tall"],
+    "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
+
+# a kind that was not measured -> one whose costs it has, and the factor on a tile's
+UNMEASURED = {"many/d64/b1": ("many/d128/b1", 0.6), "many/d256/b1": ("many/d128/b1", 2.0)}
 
 # what costs are before anything is measured, and by what factor they may differ (its logarithm)
 NONE = 1e-4
@@ -143,6 +143,10 @@ def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
             like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
             if measured := [x for x in of_kind if way in x.figures]:
                 found[kind][way] = fit(kind, way, measured, like)
+    for kind, (other, factor) in UNMEASURED.items():
+        for way in WAYS[kind]:
+            costs = found[other][way]
+            found[kind].setdefault(way, costs._replace(unit=round(costs.unit * factor, 4)))
     return found
 
 

@@ -104,7 +104,7 @@ class Costs(NamedTuple):
     first_part: float  # a tile of queries whose keys several programs share
     part: float  # each further one of them, for 8 rows (portable) or 32 (Hopper's)
     tile: float  # each tile of queries of a program
-    window: float  # a call with a window
+    window: float  # a call with a window; of many queries, a factor on `unit`, less one
     spread: float  # a number: how far estimates are off, of the logarithm
 
 
@@ -191,6 +191,7 @@ def estimate(
     unit = costs.unit * (1.0 + costs.copied * shape.is_copied)
     if (tile := dict(shape.tiles)[way]) is not None:
         unit *= tile.keys / TILE_KEYS * (1.0 + costs.tall * tile.rows / 64)
+        unit *= 1.0 + costs.window * (shape.window >= 0)
         division = _divide_tiles(way, tile, shape, guess)
     else:
         rows = next_power_of_2(shape.rows)
@@ -203,7 +204,8 @@ def estimate(
     merging = costs.first_part * min(division.parts, 1.0)
     merging += costs.part * division.parts * division.rows
     beginning = costs.start + costs.per_doubling * math.log2(1 + shape.batch)
-    beginning += costs.tile * division.tiles + costs.window * (shape.window >= 0)
+    beginning += costs.tile * division.tiles
+    beginning += costs.window * (shape.window >= 0 and shape.is_few)
     return beginning + max(division.units * unit, memory) + merging
 
 
