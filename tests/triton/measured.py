@@ -38,7 +38,7 @@ def kind_of(row: Row) -> str:
 
 
 def call_of(row: Row) -> AttentionCall:
-    """The call of a step, with tensors that nobody writes or reads."""
+    """The call of a step, with tensors of any values."""
     num_heads, num_kv_heads, head_dim = row["heads"]
     page_size, batch = row["page_size"], row["batch"]
     dtype, kv_dtype = getattr(torch, row["dtype"]), getattr(torch, row["kv_dtype"])
