@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from datetime import date
 
 import torch
 import triton
@@ -110,10 +111,12 @@ def main() -> None:
     rows = []
     for kind, make, sizes in (("prefill", prefill, PREFILLS), ("decode", decode, DECODES)):
         for batch, tokens in sizes:
-            rows.append({"kind": kind, "batch": batch, "tokens": tokens})
-            rows[-1]["microseconds"] = microseconds(make(batch, tokens))
-    of = {"torch": torch.__version__, "triton": triton.__version__}
-    print(json.dumps({"device": torch.cuda.get_device_name(), **of, "rows": rows}, indent=1))
+            problem = f"{kind} {batch} x {tokens:,}"
+            figures = microseconds(make(batch, tokens))
+            rows.append({"problem": problem, "unit": "us", "figures": figures})
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    machine = {"gpu": torch.cuda.get_device_name(), **versions, "date": str(date.today())}
+    print(json.dumps({"machine": machine, "parts": {"batch_invariant": rows}}, indent=1))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ bool has_slow_first_level() {
 
 // Why this process cannot use AMX-BF16; empty if it can. On Linux a process has to ask the system
 // for tile registers.
-std::string missing_amx() {
+[[maybe_unused]] std::string missing_amx() {
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & BF16) || !(edx & TILE)) {

@@ -3,6 +3,7 @@
 HYPOTHESIS_EXAMPLES is how many `thorough` draws for a test; `--hypothesis-seed` tells shards apart.
 """
 
+import gc
 import os
 
 import pytest
@@ -91,6 +92,19 @@ def pytest_collection_modifyitems(config, items):
     pairs = list(zip(items, kinds, strict=True))
     config.hook.pytest_deselected(items=[item for item, kind in pairs if kind is not None])
     items[:] = [item for item, kind in pairs if kind is None]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What imports and collecting make stays to the end, and is much: garbage is not looked for in
+    it while it is made, nor by tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish(session):

@@ -12,7 +12,7 @@ import torch
 from torch_paged_attn import _warmup
 from torch_paged_attn._model_config import Layer
 from torch_paged_attn._serving import Serving
-from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops import flash_varlen, select_keys, selected_attention
 from torch_paged_attn.ops.append_and_attend import MOST_TOKENS, append_and_attend
 
 USES = "serving", "generate", "training"
@@ -37,10 +37,14 @@ class Sizes(NamedTuple):
 
 def jobs_of(layer: Layer, use: str, sizes: Sizes) -> Iterator[Described]:
     """The calls of a layer, in parts that are compiled one after the other."""
+    if layer.lists is not None and use != "training":
+        yield f"selected {layer} {sizes}", functools.partial(selected_calls, layer, sizes)
     if layer.is_latent:
         if use != "training":
             make = functools.partial(latent_calls, layer, sizes)
             yield f"latent {layer} {sizes}", make
+    elif layer.lists is not None:
+        return  # a layer without lists has the other calls of the model
     elif use == "training":
         yield f"training {layer} {sizes}", functools.partial(training_calls, layer, sizes)
     elif layer.head_dim != layer.head_dim_v:  # MLA's prefill
@@ -144,6 +148,35 @@ def latent_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]
     for batch, queries, keys in new.shapes():
         lengths = new.ints(batch + 1), None, queries, keys, new.ints(batch), new.table(batch, keys)
         calls.append(functools.partial(attend, new.queries(batch * queries), *latents, *lengths))
+    return calls
+
+
+def selected_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:
+    """Decode and prefill over pages, of which each token's list names units of keys; and the
+    selection, where the model's is `select_keys`.
+    """
+    new, lists = _New(layer, sizes, device), layer.lists
+    assert lists is not None
+    shape = 64, layer.num_kv_heads, sizes.page_size, layer.head_dim
+    k = new(*shape, dtype=sizes.kv_dtype)
+    v = k[..., : layer.head_dim_v] if layer.is_latent else torch.zeros_like(k)
+    options: dict[str, Any] = {"softmax_scale": layer.softmax_scale, "causal": True}
+    options |= new.descales()
+    attend = functools.partial(selected_attention, select_size=lists.select_size, **options)
+    listed = new.ints(1, layer.num_kv_heads, lists.units)
+    of_index: dict[str, Any] = {"select_size": lists.select_size, "num_units": lists.units}
+    select = functools.partial(select_keys, causal=True, **of_index)
+    index_k = new(64, 1, sizes.page_size, max(lists.index_dim, 1))
+    calls: list[Call] = []
+    for batch, queries, keys in new.shapes():
+        total = batch * queries
+        lengths = new.ints(batch + 1), None, queries, keys, new.ints(batch), new.table(batch, keys)
+        indices = listed.expand(total, -1, -1)
+        calls.append(functools.partial(attend, new.queries(total), k, v, indices, *lengths))
+        if lists.index_heads:
+            q = new(total, lists.index_heads, lists.index_dim)
+            weights = new(total, lists.index_heads, dtype=torch.float32)
+            calls.append(functools.partial(select, q, index_k, weights, *lengths))
     return calls
 
 

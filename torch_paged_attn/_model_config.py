@@ -15,6 +15,18 @@ NESTED = "text_config", "llm_config", "language_config"
 ALTERNATE = "gemma2", "gemma3", "cohere2", "gpt_oss"
 
 
+class KeyLists(NamedTuple):
+    """Of layers whose tokens see the units of keys that a list names. index_heads: of the queries
+    by which DeepSeek's indexer selects single keys with one list for all heads; 0: a list for each
+    KV head, made by the model's own code.
+    """
+
+    units: int
+    select_size: int
+    index_heads: int = 0
+    index_dim: int = 0
+
+
 class Layer(NamedTuple):
     """What the calls of some layers share. `window`: keys before a query that it sees; -1: all."""
 
@@ -29,6 +41,7 @@ class Layer(NamedTuple):
     has_slopes: bool = False
     # over the latents of MLA, of which the first head_dim_v numbers are the values
     is_latent: bool = False
+    lists: KeyLists | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,6 +121,7 @@ def _layers(config: dict[str, Any], ranks: int) -> Iterator[Layer]:
     of_heads = _first(config, "head_dim")
     head_dim = of_heads or _number(config, "hidden_size", "n_embd") // heads
     sinks = config.get("model_type") == "gpt_oss"
+    lists = _block_lists(config)
     for kind in _kinds(config):
         dim, kv_heads, window = head_dim, shared, -1
         if kind == "full_attention":
@@ -129,6 +143,19 @@ def _layers(config: dict[str, Any], ranks: int) -> Iterator[Layer]:
             has_sinks=sinks,
             has_slopes=bool(config.get("alibi")) or config.get("model_type") == "bloom",
         )
+        if lists is not None:
+            yield Layer(heads_here, max(kv_heads // ranks, 1), dim, dim, scale, lists=lists)
+
+
+def _block_lists(config: dict[str, Any]) -> KeyLists | None:
+    """MiniMax M3's lists of blocks of keys, by the names of its checkpoint or of Transformers."""
+    more = config | (config.get("sparse_attention_config") or {})
+    if _first(more, "sparse_topk_blocks", "index_topk_blocks") is None:
+        return None
+    return KeyLists(
+        _number(more, "sparse_topk_blocks", "index_topk_blocks"),
+        _number(more, "sparse_block_size", "index_block_size"),
+    )
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:
@@ -154,4 +181,8 @@ def _latent_layers(config: dict[str, Any], heads: int) -> Iterator[Layer]:
     dim = _number(config, "qk_nope_head_dim") + rope
     scale = float(dim**-0.5)
     yield Layer(heads, heads, dim, _number(config, "v_head_dim"), scale)
-    yield Layer(heads, 1, rank + rope, rank, scale, is_latent=True)
+    lists = None
+    if config.get("index_topk"):  # DeepSeek's DSA, and GLM's
+        index = _number(config, "index_n_heads"), _number(config, "index_head_dim")
+        lists = KeyLists(_number(config, "index_topk"), 1, *index)
+    yield Layer(heads, 1, rank + rope, rank, scale, is_latent=True, lists=lists)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.checks import FLOAT, QUANTISED, fail, names
+from torch_paged_attn.ops.checks import FLOAT, INT4, QUANTISED, fail, names
 from torch_paged_attn.page_pool import PagePool
 
 
@@ -99,8 +99,12 @@ class PagedKVCache:
     head_dim_v: of the values; None: head_dim. If it differs, kv_cache is as with `separate`
     separate: kv_cache is instead a list with a pair of tensors (k, v) for each layer. Use it on a
         TPU, where XLA copies a slice of a tensor
-    dtype: any dtype of the ops' caches, the 8-bit ones included; None: torch's default. ValueError
-        for another
+    dtype: any dtype of the ops' caches, the 8-bit ones included, and with token_scales uint8: int4,
+        `head_dim / 2` bytes; None: torch's default. ValueError for another
+    token_scales: whether rows of 8 bits or int4 have a scale each, which
+        `reshape_and_cache(..., *scales[layer], quantize=True)` writes and attention takes as
+        `k_descale` and `v_descale`
+    scales: (num_layers, 2, num_pages, num_kv_heads, page_size) float32, or None
 
     Any hashable object names a sequence. Write the keys and values of appended tokens before the
     next append or fork of their sequence, and before the attention of their batch: pages are shared
@@ -120,6 +124,7 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         separate: bool = False,
+        token_scales: bool = False,
     ) -> None:
         # plain integers, whatever integers were given
         num_layers = _whole("PagedKVCache", "num_layers", num_layers, 1)
@@ -130,9 +135,15 @@ class PagedKVCache:
         dims = [head_dim] * 2
         if head_dim_v is not None:
             dims[1] = _whole("PagedKVCache", "head_dim_v", head_dim_v, 1)
-        if (dtype or torch.get_default_dtype()) not in (*FLOAT, *QUANTISED):
-            got = names((dtype or torch.get_default_dtype(),))
-            fail("PagedKVCache", "dtype", got, names((*FLOAT, *QUANTISED)))
+        stored = dtype or torch.get_default_dtype()
+        allowed = (*QUANTISED, INT4) if token_scales else (*FLOAT, *QUANTISED)
+        if stored not in allowed:
+            fail("PagedKVCache", "dtype", names((stored,)), names(allowed))
+        if stored == INT4:
+            for name, dim in zip(("head_dim", "head_dim_v"), dims, strict=True):
+                if dim % 2:
+                    fail("PagedKVCache", name, dim, "even for int4, two numbers a byte")
+            dims = [dim // 2 for dim in dims]
         page = num_pages, num_kv_heads, page_size
         self.kv_cache: Any
         if separate or dims[0] != dims[1]:
@@ -140,8 +151,11 @@ class PagedKVCache:
             parts = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             self.kv_cache = list(zip(parts, parts, strict=True))
         else:
-            shape = num_layers, 2, *page, head_dim
+            shape = num_layers, 2, *page, dims[0]
             self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.scales: Tensor | None = None
+        if token_scales:
+            self.scales = torch.empty((num_layers, 2, *page), dtype=torch.float32, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -155,11 +169,13 @@ class PagedKVCache:
         *,
         head_dim_v: int | None = None,
         dtype: torch.dtype | None = None,
+        token_scales: bool = False,
     ) -> int:
-        """Bytes of one token's keys and values in all layers together."""
-        size = (dtype or torch.get_default_dtype()).itemsize
-        dims = head_dim + (head_dim if head_dim_v is None else head_dim_v)
-        return num_layers * num_kv_heads * dims * size
+        """Bytes of one token's keys and values, and their scales, in all layers together."""
+        stored = dtype or torch.get_default_dtype()
+        numbers = head_dim + (head_dim if head_dim_v is None else head_dim_v)
+        row = numbers // 2 if stored == INT4 else numbers * stored.itemsize
+        return num_layers * num_kv_heads * (row + 8 * token_scales)
 
     @staticmethod
     def pages_for(lengths: Sequence[int], page_size: int) -> int:
@@ -348,6 +364,8 @@ class PagedKVCache:
             else:
                 for part in (x for layer in self.kv_cache for x in layer):
                     part[own].copy_(part[shared])
+            if self.scales is not None:
+                self.scales[:, :, own].copy_(self.scales[:, :, shared])
         except BaseException:
             self._pool.release([own])
             raise

@@ -70,6 +70,9 @@ def tables(read_ceiling: float) -> list[Table]:
     def over(peer: str, form: str = "{:.2f}x") -> Column:
         return form, lambda row: speedup(row, peer)
 
+    def of_default(name: str) -> Column:
+        return "{:.2f}", lambda row: speedup(row, "default", ours=name)
+
     def over_best(row: Row) -> float | None:
         peers = (speedup(row, peer) for peer in ("FA3", "cuDNN", "FA2"))
         return min((ratio for ratio in peers if ratio is not None), default=None)
@@ -200,6 +203,18 @@ def tables(read_ceiling: float) -> list[Table]:
                 "ours is": ("{:.2f}x as fast", over_either("FlashMLA", "torch")),
             },
             peers=("FlashMLA", "torch"),
+        ),
+        Table(
+            "µs: sequences x tokens",
+            "batch_invariant",
+            "",
+            {
+                "default": figure("default", "{:.4g}"),
+                "batch_invariant": figure("batch_invariant", "{:.4g}"),
+                "of default": of_default("batch_invariant"),
+                "portable kernel": figure("portable", "{:.4g}"),
+                "portable, of default": of_default("portable"),
+            },
         ),
         Table(
             "cache write, µs: tokens x KV heads x head_dim",

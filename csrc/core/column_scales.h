@@ -24,6 +24,18 @@ PAGED_ATTN_INLINE void load_column_scales(const Attention& a, int64_t kv_head,
   to.of_values = load_all(a.v_scales, block.v_scale, to.v);
 }
 
+// The largest magnitude of the keys' scales.
+PAGED_ATTN_INLINE float largest_key_scale(const Attention& a, int64_t kv_head,
+                                          const KeyBlock& block) {
+  const float* first = a.k_scales.data + kv_head * a.k_scales.stride_head;
+  float largest = 0;
+  for (int c = 0; c < block.num_columns; ++c) {
+    const float scale = fabsf(first[block.k_scale[c]]);
+    largest = scale > largest ? scale : largest;
+  }
+  return largest;
+}
+
 // Multiplies columns [begin, end) of rows of scores.
 PAGED_ATTN_INLINE void scale_columns(float* scores, int64_t stride, int rows, int begin, int end,
                                      const float* scales) {
@@ -46,16 +58,15 @@ PAGED_ATTN_INLINE void add_scaled_columns(const float* from, float* scores, int6
   }
 }
 
-// Asks for the scales of a block of some heads, a cache line for each ALIGN columns: as many as one
+// Asks for the scales of a block under a head, a cache line for each ALIGN columns: as many as one
 // has where a head's scales are contiguous.
-PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t first_head, int heads,
+PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t kv_head,
                                            const KeyBlock& block) {
   const auto fetch = [&](const paged_attn::TokenScales& from, const int64_t* offset)
                          __attribute__((always_inline)) {
     if (!from) return;
     for (int c = 0; c < block.num_columns; c += ALIGN)
-      for (int h = 0; h < heads; ++h)
-        __builtin_prefetch(from.data + (first_head + h) * from.stride_head + offset[c]);
+      __builtin_prefetch(from.data + kv_head * from.stride_head + offset[c]);
   };
   fetch(a.k_scales, block.k_scale);
   fetch(a.v_scales, block.v_scale);

@@ -259,6 +259,7 @@ inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
   for (int c = 0; c < block.num_columns; ++c)
     if (!seen[c / W][c % W]) {
       block.v_offset[c] = block.v_offset[donor];
+      if (a.k_scales) block.k_scale[c] = block.k_scale[donor];
       if (a.v_scales) block.v_scale[c] = block.v_scale[donor];
     }
   return true;

@@ -8,6 +8,30 @@
 
 namespace {
 
+// Replaces numbers of a row, which scales by token have made as large or small as they are, by their
+// shares of the largest one, as operands in fixed point. Returns that one; NaN if some are not finite.
+template <class Product>
+PAGED_ATTN_INLINE float fix_row(float* row, int begin, int end) {
+  constexpr int DEPTH = Product::DEPTH;
+  F top = {}, is_finite = {};
+  for (int c = begin; c < end; c += W) {
+    const F x = load(row + c);
+    top = max(top, abs(x));
+    is_finite += x - x;
+  }
+  const float largest = reduce_max(top), bad = reduce_add(is_finite);
+  // nothing of a row of zeros; of one that is not finite, whatever it becomes is multiplied by NaN
+  const F share = set1(largest > 0x1p-126f && bad == 0 ? 1 / largest : 0.f);
+  for (int c = begin; c < end; c += W * DEPTH) {
+    F p[DEPTH] = {};
+#pragma GCC unroll 2
+    for (int i = 0; i < DEPTH; ++i)
+      if (c + i * W < end) p[i] = load(row + c + i * W) * share;
+    store(row + c / DEPTH, Product::narrow(p));
+  }
+  return largest + bad;
+}
+
 // Replaces the logits of columns [begin, end) of ROWS rows by probabilities relative to a row's new
 // maximum, as operands of a product. Earlier sums of a row have to be multiplied by its `rescale`
 // to be relative to that maximum. Each step is done for all rows before the next one: a single row
@@ -49,9 +73,11 @@ PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, 
         if (i > 0 && c + i * W >= end) continue;
         p[i] = Product::exp2_for_operand(load(scores + r * stride + c + i * W) - set1(shift[r]));
         sum[r] += p[i];
-        if (!Product::FIXED && v_scales) p[i] *= load(v_scales + c + i * W);
+        if (v_scales) p[i] *= load(v_scales + c + i * W);
+        if (Product::FIXED && v_scales) store(scores + r * stride + c + i * W, p[i]);
       }
-      store(scores + r * stride + c / DEPTH, Product::narrow(p));
+      if (!Product::FIXED || !v_scales)
+        store(scores + r * stride + c / DEPTH, Product::narrow(p));
     }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -59,6 +85,7 @@ PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, 
     if constexpr (Product::FIXED) {
       added *= weight[r];
       weight[r] *= 1 / Product::ONE;
+      if (v_scales) weight[r] *= fix_row<Product>(scores + r * stride, begin, end);
     }
     l[r] = l[r] * rescale[r] + added;
   }

@@ -240,7 +240,7 @@ struct PairProduct : Bfloat16Pairs {
 
 }  // namespace
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BF16__)) || PAGED_ATTN_LANES == 8
 #include "product_int16.h"
 #endif
 #if defined(PAGED_ATTN_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

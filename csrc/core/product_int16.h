@@ -1,6 +1,6 @@
-// Products of 8-bit integers with 16-bit ones on AVX-512-VNNI: keys and values of an int8 cache
+// Products of 8-bit integers with 16-bit ones: keys and values of an int8 cache (or of int4, unpacked)
 // with queries and probabilities in fixed point. Bytes are widened by one instruction, where
-// bfloat16 would take five, and sums are exact.
+// bfloat16 would take five, and float32 two for half as many; sums are exact.
 //
 // Each lane of a row's queries has a unit of its own, a power of two. Numbers of bfloat16 of at
 // least 2^-7 of the lane's largest are exact. What rounding takes away from others is kept as a
@@ -14,8 +14,8 @@
 
 namespace {
 
-struct FixedProduct {
-  typedef PairProduct Queries;  // queries are loaded as its operands
+// What both instruction sets do.
+struct FixedPoint {
   static constexpr bool FIXED = true;
   template <class T>
   static constexpr bool by_floats = false;
@@ -24,38 +24,11 @@ struct FixedProduct {
   static constexpr int ROWS = TILE_ROWS;
   static constexpr int PANEL = TILE_VECS * W;
   static constexpr float ONE = 32767.f;
-
-  template <class T>
-  static constexpr bool accepts = false;
+  // sums of products of a row have to fit 32 bits
+  static constexpr int64_t MOST_DIMS = 2048;
 
   typedef I Sum;
-  static PAGED_ATTN_INLINE I multiply_add(F a, F b, I sum) {
-    return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-  }
-  static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
-    return once((F)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)));
-  }
-  static PAGED_ATTN_INLINE F load_operands(const int8_t* p, int n) {
-    const __mmask32 some = __mmask32((uint64_t(1) << n) - 1);
-    return once((F)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
-  }
-  static PAGED_ATTN_INLINE void interleave(F* x) {
-    PairProduct::interleave(x);
-    x[0] = once(x[0]), x[1] = once(x[1]);
-  }
-  // of numbers from 0 to 1
-  static PAGED_ATTN_INLINE F narrow(const F* x) {
-    typedef uint16_t U16x32 __attribute__((vector_size(64)));
-    U16x32 lower;
-    for (int i = 0; i < 32; ++i) lower[i] = uint16_t(2 * i);
-    const auto fixed = [](F y) __attribute__((always_inline)) {
-      return _mm512_cvtps_epi32((__m512)(y * set1(ONE)));
-    };
-    return (F)_mm512_permutex2var_epi16(fixed(x[0]), (__m512i)lower, fixed(x[1]));
-  }
-  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return PairProduct::exp2_for_operand(x); }
-
-  static PAGED_ATTN_INLINE F to_float(I sum) { return (F)_mm512_cvtepi32_ps((__m512i)sum); }
+  static PAGED_ATTN_INLINE F to_float(I sum) { return __builtin_convertvector(sum, F); }
   static PAGED_ATTN_INLINE F dots(I sum, const float* lane_scales) {
     return to_float(sum) * load(lane_scales);
   }
@@ -76,7 +49,8 @@ struct FixedProduct {
       x[1] = as_float(pair & 0xffff0000u);
     };
     const auto pair_up = [](F* x) __attribute__((always_inline)) {
-      const U a = (U)_mm512_cvtps_epi32((__m512)x[0]), b = (U)_mm512_cvtps_epi32((__m512)x[1]);
+      const U a = (U)__builtin_convertvector(round(x[0]), I);
+      const U b = (U)__builtin_convertvector(round(x[1]), I);
       return as_float((a & 0xffffu) | b << 16);
     };
     F top = set1(0x1p-80f);
@@ -106,6 +80,42 @@ struct FixedProduct {
     store(low_scales, unit * set1(0x1p-15f));
     return reduce_add(lost);
   }
+};
+
+#if PAGED_ATTN_LANES == 16
+
+struct FixedProduct : FixedPoint {
+  typedef PairProduct Queries;    // queries are loaded as its operands
+  typedef PairProduct Otherwise;  // for queries that do not fit
+
+  template <class T>
+  static constexpr bool accepts = false;
+
+  static PAGED_ATTN_INLINE I multiply_add(F a, F b, I sum) {
+    return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
+    return once((F)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)));
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p, int n) {
+    const __mmask32 some = __mmask32((uint64_t(1) << n) - 1);
+    return once((F)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
+  }
+  static PAGED_ATTN_INLINE void interleave(F* x) {
+    PairProduct::interleave(x);
+    x[0] = once(x[0]), x[1] = once(x[1]);
+  }
+  // of numbers from -1 to 1
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    typedef uint16_t U16x32 __attribute__((vector_size(64)));
+    U16x32 lower;
+    for (int i = 0; i < 32; ++i) lower[i] = uint16_t(2 * i);
+    const auto fixed = [](F y) __attribute__((always_inline)) {
+      return _mm512_cvtps_epi32((__m512)(y * set1(ONE)));
+    };
+    return (F)_mm512_permutex2var_epi16(fixed(x[0]), (__m512i)lower, fixed(x[1]));
+  }
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return PairProduct::exp2_for_operand(x); }
 
  private:
   // keeps GCC from computing it anew for every product
@@ -114,6 +124,77 @@ struct FixedProduct {
     return x;
   }
 };
+
+#else
+
+// Pairs of bfloat16, from which queries become integers.
+struct QueryPairs : Bfloat16Pairs {
+  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p) { return load((const float*)p); }
+  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p, int n) {
+    F x = {};
+    memcpy(&x, p, n * sizeof(bfloat16));
+    return x;
+  }
+  // numbers of 8 bits, which bfloat16 holds
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p) {
+    return pack(load(p), load(p + W));
+  }
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p, int n) {
+    return n <= W ? pack(load(p, n), F{}) : pack(load(p), load(p + W, n - W));
+  }
+
+ private:
+  static PAGED_ATTN_INLINE F pack(F low, F high) {
+    const __m256i halves = _mm256_packus_epi32((__m256i)(bits(low) >> 16), (__m256i)(bits(high) >> 16));
+    return (F)_mm256_permute4x64_epi64(halves, 0xd8);
+  }
+};
+
+struct FixedProduct : FixedPoint {
+  typedef QueryPairs Queries;
+  typedef FloatProduct Otherwise;
+
+  template <class T>
+  static constexpr bool accepts = false;
+
+  static PAGED_ATTN_INLINE I multiply_add(F a, F b, I sum) {
+    return sum + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
+    return once((F)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)));
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p, int n) {
+    int8_t some[2 * W] = {};
+    memcpy(some, p, n);
+    return load_operands(some);
+  }
+  static PAGED_ATTN_INLINE void interleave(F* x) {
+    const __m256i a = (__m256i)x[0], b = (__m256i)x[1];
+    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+    x[0] = once((F)_mm256_permute2x128_si256(low, high, 0x20));
+    x[1] = once((F)_mm256_permute2x128_si256(low, high, 0x31));
+  }
+  // of numbers from -1 to 1
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    const auto fixed = [](F y) __attribute__((always_inline)) {
+      return _mm256_cvtps_epi32((__m256)(y * set1(ONE)));
+    };
+    return (F)_mm256_permute4x64_epi64(_mm256_packs_epi32(fixed(x[0]), fixed(x[1])), 0xd8);
+  }
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return exp2(x); }
+
+ private:
+  // keeps GCC from computing it anew for every product
+  static PAGED_ATTN_INLINE F once(F x) {
+    asm("" : "+x"(x));
+    return x;
+  }
+};
+
+#endif
+
 template <>
 constexpr bool FixedProduct::accepts<int8_t> = true;
 

@@ -27,8 +27,10 @@ PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
 // Whether few rows are multiplied in fixed point. Not with dropout, which rounds probabilities in
 // another place, and not if results have to be those of tiles, which add up in another order.
 PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
-  return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled && !a.batch_invariant &&
-         !a.v_scales &&
+  const bool is_integer =
+      a.kv_dtype == paged_attn::DType::int8 || a.kv_dtype == paged_attn::DType::int4;
+  return is_integer && !a.dropout.enabled && !a.batch_invariant &&
+         a.head_dim <= FixedProduct::MOST_DIMS &&
          paged_attn::multiply_as_pairs(a.q_dtype, a.kv_dtype);
 }
 
@@ -43,7 +45,7 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
   for (; task.group_begin < end; ++task.group_begin) {
     task.group_end = task.group_begin + 1;
     if (alone || !decode<FixedProduct>(a, s, task, workspace))
-      decode<PairProduct>(a, s, task, workspace);
+      decode<FixedProduct::Otherwise>(a, s, task, workspace);
     if (task.partial >= 0) task.partial += rows * partial_row_floats(a);
   }
 }

@@ -26,8 +26,9 @@ struct RowsWorkspace {
   // alone, the factor by which its earlier sums become relative to the new maximum
   float* weight;
   // in fixed point: the scales of a row's lanes, what rounding took away from queries as integers
-  // and its scales, and whether it has to be multiplied, too
-  float *lane_scales, *low, *low_scales, *needs_correction;
+  // and its scales; what its logits lose of what they may for keys of scale 1, and whether it is
+  // multiplied, too, in a block
+  float *lane_scales, *low, *low_scales, *loss, *is_corrected;
   float* unpacked;  // rows of int4 as int8
   int64_t floats;
 };
@@ -49,7 +50,8 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.lane_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
   w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
   w.low_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.needs_correction = space.take(groups);
+  w.loss = space.take(groups);
+  w.is_corrected = space.take(groups);
   w.weight = space.take(groups * w.rows);
   w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
   w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
@@ -103,13 +105,16 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const auto head_of_group = [&](int g) __attribute__((always_inline)) {
     return kv_head_of(a, task.group_begin + g);
   };
-  fetch_column_scales(a, head_of_group(0), groups, next);
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool invariant = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
   // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
   const bool beside = invariant && a.k.stride_head < a.k.stride_token;
+  // of a group's keys in the block
+  const auto largest_scale = [&](int g) __attribute__((always_inline)) {
+    return a.k_scales ? largest_key_scale(a, head_of_group(g), block) : 1.f;
+  };
   Rows cache(a, head_of_group(0), groups, step, AHEAD_BYTES + (beside ? chunk : 0), w.unpacked);
   cache.seek(block, next);
   for (int c = 0; c < columns; c += step) {
@@ -119,6 +124,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         continue;
       }
     for (int g = 0; g < groups; ++g) {
+      // not earlier: the block's keys would push them out of a first-level cache
+      if (c + step >= columns) fetch_column_scales(a, head_of_group(g), block);
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         const int64_t* in_memory = block.k_offset + c;
@@ -127,7 +134,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead,
                                    w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
-        if (Product::FIXED && w.needs_correction[g] > 0)
+        if (Product::FIXED && c == 0) w.is_corrected[g] = w.loss[g] * largest_scale(g) > 1;
+        if (Product::FIXED && w.is_corrected[g] > 0)
           dot_keys<Product, T, ROWS, true>(k, offset, step, cache.ahead,
                                            w.low + g * w.rows * w.stride_q,
                                            w.low_scales + g * w.rows * W, w.rows, head_dim,
@@ -199,14 +207,15 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
   for (int g = 0; g < groups; ++g) {
     // logits, or logits over a softcap
     const float scale = w.scale[g] * KEY * (a.softcap > 0 ? a.softcap : LN_2);
-    w.needs_correction[g] = 0;
+    w.loss[g] = 0;
     for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
       const int64_t first = i * w.stride_q;
       const float lost =
           Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W, w.low + first,
                                 w.low_scales + i * W);
       if (!(lost < INFINITY)) return false;
-      if (!(lost * scale * scale <= LOSS * LOSS)) w.needs_correction[g] = 1;
+      const float loss = sqrtf(lost) * fabsf(scale) / LOSS;
+      w.loss[g] = loss > w.loss[g] ? loss : w.loss[g];
     }
   }
   return true;

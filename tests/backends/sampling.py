@@ -101,6 +101,8 @@ SAMPLES: dict[str, Sample] = {
                 "dcp/window_alibi/f32",
                 "cp/blocksparse/bf16",
                 "deepseek_mla/latent_e4m3/bf16",
+                "vllm/tokens_int8/bf16",
+                "vllm/tokens_int4/bf16",
             ),
             "same_bits": ("sglang/page1/f16", "more_queries_than_keys/f32"),
             "out": ("sglang/page1/f16",),

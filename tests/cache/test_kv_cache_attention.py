@@ -70,3 +70,35 @@ def test_prefill_fork_and_decode(separate):
     cache.append("b", [5])
     tokens["b"].append(5)
     step(cache, tokens, {"d": 1, "b": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_scales_by_token_go_with_their_pages(dtype):
+    """A page that a fork copies has its scales, and attention reads what was quantised."""
+    cache = PagedKVCache(1, 8, KV_HEADS, PAGE_SIZE, DIM, dtype=dtype, token_scales=True)
+    cache.scales.fill_(float("nan"))
+    tokens = {"a": [3, 1, 4, 1, 5, 9]}
+
+    def write(seq, count):
+        batch = cache.batch([seq], [count])
+        q, key, value = projections(tokens[seq][-count:], 0)
+        scales = cache.scales[0]
+        reshape_and_cache(key, value, cache.kv_cache[0], batch.slot_mapping, *scales, quantize=True)
+        given = dict(zip(("k_descale", "v_descale"), scales, strict=True))
+        call = (q, *cache.kv_cache[0]), batch.arguments() | given | {"causal": True}
+        results = flash_varlen(*call[0], **call[1])
+        assert_accurate(*results, Truth.of(reference.flash_varlen, *call[0], **call[1]))
+        return results
+
+    cache.append("a", tokens["a"])
+    write("a", 6)
+    cache.fork("a", "b")
+    for seq, token in (("b", 26), ("a", 26)):
+        tokens[seq] = [*tokens["a"][:6], token]
+        cache.append(seq, [token])
+    assert cache.pages("a")[0] == cache.pages("b")[0] and cache.pages("a")[1] != cache.pages("b")[1]
+    for one, other in zip(write("a", 1), write("b", 1), strict=True):
+        assert torch.equal(one, other)
+    row = PagedKVCache.bytes_per_token(1, KV_HEADS, DIM, dtype=dtype, token_scales=True)
+    slots = 8 * PAGE_SIZE
+    assert row * slots == cache.kv_cache.nbytes + cache.scales.nbytes

@@ -2,6 +2,8 @@
 
 import torch
 
+from torch_paged_attn.ops.backend import serving_device
+
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
@@ -79,7 +81,7 @@ def states():
     }
 
 
-BASES = {
+_ALL = {
     "packed": ("flash_varlen", packed),
     "paged": ("flash_varlen", paged),
     "sparse": ("blocksparse", sparse),
@@ -88,3 +90,6 @@ BASES = {
     "quantized": ("reshape_and_cache.quantize", quantized),
     "states": ("merge_states", states),
 }
+# without ops that the backend lacks: the CPU's, or under PAGED_ATTN_NEURON_EMULATE=1 Neuron's
+_BACKEND, _ = serving_device(torch.device("cpu"))
+BASES = {name: base for name, base in _ALL.items() if base[0] not in _BACKEND.lacks_ops}

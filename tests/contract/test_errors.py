@@ -7,11 +7,14 @@ import pytest
 import torch
 from right_calls import BASES, cached
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wrong_calls import STATIC, VALUES
+from wrong_calls import STATIC as ALL_STATIC
+from wrong_calls import VALUES as ALL_VALUES
 
 import torch_paged_attn
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.ops.kinds import FOREIGN
+
+STATIC, VALUES = ([x for x in cases if x[0] in BASES] for cases in (ALL_STATIC, ALL_VALUES))
 
 
 def overload(name):
@@ -26,6 +29,8 @@ def public(op):
     def call(**args):
         if split:
             args["kv_cache"] = args.pop("k_cache"), args.pop("v_cache")
+        if split == "quantize":
+            args["quantize"] = True
         hints = ("max_seqlen_q", "max_seqlen_k")
         given = {name: value for name, value in args.items() if name not in hints}
         return getattr(torch_paged_attn, packet)(**given)

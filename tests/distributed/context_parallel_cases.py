@@ -170,6 +170,29 @@ def case_bits_wherever_it_is_cut(world: World) -> None:
             assert torch.equal(shards.unshard(found_lse.mT).mT, lse), (cut, scheme.__name__)
 
 
+def case_gradients_wherever_it_is_cut(world: World) -> None:
+    """With batch_invariant, dq has one process' bits; dk and dv do where one rank has all queries
+    of a document, as with Ulysses. The ring adds up in another order, and refuses.
+    """
+    for lengths, is_whole in (((17, 1, 70, 5), False), ((30,) * 2 * world.size, True)):
+        for dtype in (torch.float32, torch.bfloat16):
+            options = (("causal", True), ("batch_invariant", True))
+            pack = Pack(lengths, options=options, dtype=dtype)
+            inputs = [x.requires_grad_() for x in pack.inputs()]
+            results = tpa.flash_varlen(*inputs, pack.cu_seqlens, **pack.call())
+            expected = torch.autograd.grad(results, inputs, pack.gradients_in())
+            shards = Shards(pack.cu_seqlens, load_balance="contiguous")
+            for scheme in (all_gather_attention, ulysses_attention):
+                *_, (dq, dk, dv, _, _) = run(scheme, pack, shards)
+                assert torch.equal(dq, expected[0]), (scheme.__name__, pack)
+                if is_whole or scheme is ulysses_attention:
+                    assert torch.equal(dk, expected[1]), (scheme.__name__, pack)
+                    assert torch.equal(dv, expected[2]), (scheme.__name__, pack)
+            own = [shards.shard(x) for x in pack.inputs()]
+            refused = partial(ring_attention, *own, shards, **pack.call())
+            world.refuses(refused, NotImplementedError, "batch_invariant")
+
+
 class FileMemory:
     """Memory that all ranks see, in files; what is asked of torch's symmetric memory."""
 

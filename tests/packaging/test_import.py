@@ -96,6 +96,7 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
 
 # what the portable kernels and Hopper's both use
 SHARED_BY_KERNELS = (
+    "int4",
     "arrivals",
     "backward_statistics",
     "dequant",

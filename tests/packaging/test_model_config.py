@@ -12,7 +12,7 @@ import torch
 import torch_paged_attn
 from torch_paged_attn import _compile
 from torch_paged_attn._model_calls import Sizes, jobs_of, serving_of
-from torch_paged_attn._model_config import Layer, read_model
+from torch_paged_attn._model_config import KeyLists, Layer, read_model
 
 BF16 = torch.bfloat16
 LLAMA = {
@@ -49,6 +49,9 @@ DEEPSEEK = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+DSA = KeyLists(2048, 1, 64, 128)
+M3 = {"sparse_topk_blocks": 16, "sparse_block_size": 128}
+LAYER = Layer(32, 8, 128, 128, 128**-0.5)
 FALCON = {"model_type": "falcon", "num_attention_heads": 71, "multi_query": True, "alibi": True}
 GEMMA4 = {
     **GPT_OSS,
@@ -86,6 +89,17 @@ def written(folder, config):
                 Layer(128, 128, 192, 128, 192**-0.5),
                 Layer(128, 1, 576, 512, 192**-0.5, is_latent=True),
             ],
+        ),
+        (
+            DEEPSEEK | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+            [
+                Layer(128, 128, 192, 128, 192**-0.5),
+                Layer(128, 1, 576, 512, 192**-0.5, is_latent=True, lists=DSA),
+            ],
+        ),
+        (
+            LLAMA | {"sparse_attention_config": M3},
+            [LAYER, LAYER._replace(lists=KeyLists(16, 128))],
         ),
         (
             {**FALCON, "hidden_size": 4544},
@@ -179,6 +193,10 @@ def test_each_use_has_jobs_of_its_own():
     described = [name for use in _compile.USES for name, _ in jobs_of(layer, use, sizes)]
     assert len(described) == len({*described}) == 5
     assert next(jobs_of(layer, "serving", sizes))[0] == repr(serving_of(layer, sizes))
+    # of lists the calls are added, and a model's other layers have those without
+    for with_lists, count in ((latent._replace(lists=DSA), 2), (LAYER._replace(lists=DSA), 1)):
+        names = [name for name, _ in jobs_of(with_lists, "serving", sizes)]
+        assert len(names) == count and names[0].startswith("selected ")
     # a use of latents has the same calls whatever it is for, and no training
     of = {use: [name for name, _ in jobs_of(latent, use, sizes)] for use in _compile.USES}
     assert of["serving"] == of["generate"] != [] == of["training"]

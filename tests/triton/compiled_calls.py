@@ -12,6 +12,7 @@ import torch
 from dispatched import dispatched
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import Triton
 from torch_paged_attn.backward_call import arguments as backward_arguments
 from torch_paged_attn.testing import (
     EXTENDED,
@@ -41,6 +42,7 @@ LONG = ((1, 5000), *[(1, 9)] * 5)
 GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
 OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
+OF_TOKENS = OF_INT8 | {"descale": "tokens"}
 
 # the hint of the longest sequence's keys
 SAID = {
@@ -144,6 +146,17 @@ MORE = {
         Problem("d64/decode_few/kv_int8", DECODE, 8, 2, 64, page_size=16, **OF_INT8),
         Problem("d128/decode_few/kv_int8", DECODE, 8, 2, 128, page_size=16, **OF_INT8),
         Problem("d128/decode_many/kv_int8", tuple(MANY), 8, 2, 128, page_size=16, **OF_INT8),
+        Problem("d128/decode_many/tokens_int8", tuple(MANY), 8, 2, 128, page_size=16, **OF_TOKENS),
+        Problem(
+            "d128/decode_many/tokens_int4",
+            tuple(MANY),
+            8,
+            2,
+            128,
+            page_size=16,
+            cache_layout="rows",
+            **OF_TOKENS | {"kv_dtype": torch.uint8},
+        ),
         Problem("d128/guessed_narrow/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/guessed_wide/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=64),
         Problem("d128/guessed_few/bf16", GUESSED[:20], 8, 2, 128, dtype=bf16, page_size=16),
@@ -269,6 +282,16 @@ def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]
     return lambda: reshape_and_cache(new, new, cache, slots, scale, scale)
 
 
+def _quantize(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.reshape_and_cache import reshape_and_cache_quantize
+
+    new, slots = torch.zeros(40, 8, 128, dtype=source), torch.arange(40)
+    width = 64 if stored == torch.uint8 else 128
+    caches = [torch.zeros(4, 8, 16, width).to(stored) for _ in "kv"]
+    scales = [torch.ones(4, 8, 16) for _ in "kv"]
+    return lambda: reshape_and_cache_quantize(new, new, *caches, *scales, slots)
+
+
 def _merge(dtype: torch.dtype) -> Callable[[], None]:
     from torch_paged_attn.backends.triton.merge_states import merge_states
 
@@ -383,7 +406,9 @@ MORE_SELECTED = {
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    problems = PROBLEMS | MORE | EXTENDED | SELECTED | MORE_SELECTED
+    lacked = set(Triton.lacks)
+    selected = {name: p for name, p in SELECTED.items() if not p.optional & lacked}
+    problems = PROBLEMS | MORE | EXTENDED | selected | MORE_SELECTED
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
     backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
     calls |= {
@@ -397,6 +422,9 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
         for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
             write = functools.partial(_cache_write, dtype, stored)
             calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
+    for stored_name, stored in {"int4": torch.uint8, **EIGHT_BITS}.items():
+        write = functools.partial(_quantize, bf16, stored)
+        calls[f"reshape_and_cache/quantize_bf16_to_{stored_name}"] = write
     calls["append_slots/equal"] = functools.partial(_append_slots, None)
     for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
         calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)

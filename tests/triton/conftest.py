@@ -37,9 +37,9 @@ def kernels():
         "append_and_attend", "attend_cache",
     )  # fmt: skip
     functions = {op: BACKEND.function(op) for op in ops}
-    return types.SimpleNamespace(
-        **functions, reshape_and_cache_split=BACKEND.function("reshape_and_cache.split")
-    )
+    for name in ("split", "quantize"):
+        functions[f"reshape_and_cache_{name}"] = BACKEND.function(f"reshape_and_cache.{name}")
+    return types.SimpleNamespace(**functions)
 
 
 @pytest.fixture(scope="session")

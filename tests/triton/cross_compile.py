@@ -56,6 +56,7 @@ KNOWN = {
     # TODO: rows of 576 numbers in tiles that fit into gfx1100's registers
     ("gfx1100", "selected/dsa_128_heads/bf16"): 1408,
     ("gfx1201", "deepseek_v3_2/latent_e4m3/bf16"): 512,
+    ("gfx1100", "select_keys/blocks/f32"): 128,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 320,
@@ -64,8 +65,11 @@ KNOWN = {
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("sm90", "d64/prefill_bias/bf16"): 128,
     ("sm90", "d256/prefill_softcap/bf16"): 256,
+    ("sm90", "vllm/tokens_int8/bf16"): 320,
+    ("sm90", "vllm/tokens_int4/bf16"): 320,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
+    ("sm90", "vllm/tokens_e4m3/f16"): 192,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,

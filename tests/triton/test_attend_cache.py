@@ -1,5 +1,7 @@
 """`attend_cache` is `flash_varlen` of views of the same memory, bit for bit."""
 
+import functools
+
 import pytest
 import torch
 
@@ -79,6 +81,40 @@ def test_it_is_flash_varlen(name, kernels, device):
     for _ in range(2):  # the second call takes the first one's plan
         got = attend(kernels, given)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_step_over_heads_is_flash_varlen(kernels, device):
+    """Of Transformers: one query in each row of a dense cache, of which some is not written."""
+    from dispatched import dispatched
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, dim, generator=g).to(device)
+        for heads, length, dim in ((HEADS, 1, DIM), (KV_HEADS, 9, DIM), (KV_HEADS, 9, DIM_V))
+    )
+    count = 2 * KV_HEADS
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    bounds, used, first = ints(range(count + 1)), ints([7, 7, 5, 5]), ints([0, 9, 20, 29])
+    wanted = {
+        "q": q.view(count, HEADS // KV_HEADS, DIM),
+        "k": k.view(-1, 1, DIM),
+        "v": v.view(-1, 1, DIM_V),
+        "cu_seqlens_q": bounds,
+        "seqused_k": used,
+        "k_start": first,
+        "causal": True,
+    }
+    args, options = dispatched("flash_varlen", wanted)
+    want = kernels.flash_varlen(*args, **options)
+    for _ in range(2):
+        others = None, bounds, None, None, None, None, None, first
+        got = kernels.attend_cache(
+            q, k, v, used, *others, max_seqlen_q=1, max_seqlen_k=7, causal=True
+        )
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for wrong in (q.transpose(1, 2), q[:1], q.expand(-1, -1, 3, -1).contiguous()):
+        with pytest.raises(ValueError, match="expected "):
+            kernels.attend_cache(wrong, k, v, used, *others, causal=True)
 
 
 WRONG = {

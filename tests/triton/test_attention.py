@@ -44,6 +44,31 @@ def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
     assert_accurate(*run(call.to(device)), call.truth())
 
 
+FEW = ((1, 149), (1, 70), (1, 0))
+# bytes of large numbers: 127, 448, and 7 in the low bits
+LARGE = {torch.int8: 0x7F, torch.float8_e4m3fn: 0x7E, torch.uint8: 0x07}
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_decode_with_scales_by_token(kv_dtype, run, device):
+    """Half of the tokens have scales that are 2**20 times as large, but no weight. In units of the
+    largest scale, nothing would be left of the others.
+    """
+    problem = Problem(
+        "by token", FEW, 4, 2, 64, dtype=torch.bfloat16, kv_dtype=kv_dtype, page_size=16,
+        cache_layout="rows", descale="tokens",
+    )  # fmt: skip
+    call = build(problem)
+    is_odd = torch.arange(16) % 2 == 1
+    call.args["k_descale"][..., is_odd] *= 2.0**-10
+    call.args["v_descale"][..., is_odd] *= 2.0**20
+    # keys of the other tokens: the first number of each is large, and queries look for it
+    k = call.args["k"]
+    k[..., 0] = k[..., 0].view(torch.uint8).new_full((), LARGE[kv_dtype]).view(k.dtype)
+    call.args["q"][..., 0], call.args["softmax_scale"] = 64.0, 1.0
+    assert_accurate(*run(call.to(device)), call.truth())
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "layout",

@@ -6,12 +6,15 @@ import gc
 
 import cross_compile
 import growing_calls
+import growing_selected
 import pytest
 import torch
 from kernel_counts import counted
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from torch_paged_attn._model_calls import Sizes, selected_calls
+from torch_paged_attn._model_config import KeyLists, Layer
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.runtime import launch_cache
 
@@ -78,11 +81,43 @@ def test_growing_calls_compile_few_kernels(arch, name, process, request):
     assert specialised.keys() <= CHOSEN, specialised
 
 
+# a model's lists: what `compile` reads of its config, and the loops of its calls
+MODELS = {
+    "tokens": KeyLists(512, 1, 32, 128),
+    "blocks": KeyLists(16, 128),
+}
+
+
+def missed(arch, name):
+    """How many kernels `compile` makes for a model of lists, and what its growing calls take
+    besides."""
+    of, lists = growing_selected.KINDS[name], MODELS[name]
+    dims = of.heads, of.kv_heads, *of.dims
+    layer = Layer(*dims, 0.1, is_latent=of.kv_heads == 1, lists=lists)
+    sizes = Sizes(torch.bfloat16, torch.bfloat16, of.page_size, 8, 2048, 4096)
+    uses = ["decode", "prefill", *(["keys_decode", "keys_prefill"] if lists.index_heads else [])]
+    with counted(arch) as kernels, torch.inference_mode():
+        for call in selected_calls(layer, sizes, torch.device("cpu")):
+            call()
+        made = len(kernels)
+        for use in uses:
+            growing_calls.run(f"selected/{use}_{name}", STEPS, stride=3)
+    return made, len(kernels) - made, kernels.report()
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm80"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_lists_are_compiled_ahead(name, arch, process):
+    made, more, report = process.submit(missed, arch, name).result()
+    assert made > 2 and more == 0, report
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """The kernels that Triton compiles or finds on the disk, by its own hook, in a process that has
     none yet."""
     launch_cache.clear()
+    gc.unfreeze()
     for x in gc.get_objects():
         if issubclass(type(x), JITFunction):
             x.device_caches.clear()

@@ -11,6 +11,13 @@ tl = triton.language
 
 # after conftest.py has decided whether kernels are interpreted
 from torch_paged_attn.backends.triton.dequant import decode, encode  # noqa: E402
+from torch_paged_attn.backends.triton.int4 import (  # noqa: E402
+    decode_fours,
+    decode_raised_fours,
+    decode_two,
+    encode_two,
+)
+from torch_paged_attn.backends.triton.runtime.target import target_of  # noqa: E402
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
@@ -55,3 +62,47 @@ def test_nan_stays_nan(name, device):
     out = torch.zeros(16, dtype=torch.uint8, device=device)
     _encode_kernel[(1,)](torch.full((16,), float("nan"), device=device), out, name, 16)
     assert out.cpu().view(FORMATS[name]).float().isnan().all()
+
+
+@triton.jit
+def _int4_kernel(x_ptr, out_ptr, IN_PTX: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes of 16 bits as four numbers, once as they are and once raised; two bytes as two numbers,
+    and these as a byte again.
+    """
+    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + i)
+    fours, raised = decode_fours(x, IN_PTX), decode_raised_fours(x, IN_PTX)
+    for n in tl.static_range(4):
+        tl.store(out_ptr + 8 * i + n, fours[n].to(tl.float32))
+        tl.store(out_ptr + 8 * i + 4 + n, raised[n].to(tl.float32) * 16777216.0)
+
+
+@triton.jit
+def _two_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr):
+    """Bytes as two numbers, and these, with a little more, as bytes again."""
+    i = tl.arange(0, WIDTH)
+    even, odd = decode_two(tl.load(x_ptr + i), tl.float32)
+    tl.store(out_ptr + 3 * i, even)
+    tl.store(out_ptr + 3 * i + 1, odd)
+    tl.store(out_ptr + 3 * i + 2, encode_two(even + 0.49, odd - 0.49).to(tl.float32))
+
+
+def int4_of(codes, count):
+    """The numbers of codes, the one in the lowest bits first."""
+    bits = codes.int()[:, None] >> (4 * torch.arange(count)) & 0xF
+    return torch.where(bits > 7, bits - 16, bits).float()
+
+
+def test_every_four_numbers_of_int4(device):
+    codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    out = torch.zeros(2**16, 8, device=device)
+    _int4_kernel[(16,)](codes.to(device), out, target_of(out.device).converts_float8, 4096)
+    want, large = int4_of(codes, 4), torch.tensor([1.0, 16.0, 1.0, 16.0])
+    assert torch.equal(out.cpu(), torch.cat([want * large, (want + 8.0) * large], 1))
+
+
+def test_every_byte_of_int4(device):
+    codes = torch.arange(256, dtype=torch.uint8)
+    out = torch.zeros(256, 3, device=device)
+    _two_kernel[(1,)](codes.to(device), out, 256)
+    assert torch.equal(out.cpu(), torch.cat([int4_of(codes, 2), codes[:, None].float()], 1))

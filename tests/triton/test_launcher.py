@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import cross_compile
+import growing_selected
 import pytest
 import torch
 import triton
+from growing_tensors import New
 
 import torch_paged_attn
 from torch_paged_attn.backends.triton import BACKEND
@@ -59,7 +61,44 @@ def write():
     return functools.partial(write, scale, scale), (key, cache, slots, scale)
 
 
+def selected(of):
+    """Lists of keys: their plans start with addresses, or for the first time with tensors."""
+    x = growing_selected.a_batch(New(torch.device("cpu")), of, [1, 1], [700, 90], is_paged=True)
+    options = x.lengths | {"select_size": of.select_size, "causal": True}
+    call = torch_paged_attn.selected_attention
+    tensors = (
+        x.q,
+        *x.kv,
+        x.key_indices,
+        *(y for y in options.values() if isinstance(y, torch.Tensor)),
+    )
+    return functools.partial(call, x.q, *x.kv, x.key_indices, **options), tensors
+
+
+def without_new_tokens(is_step):
+    """The operator behind `flash_attn_with_kvcache`, and behind a step of Transformers."""
+    ints = functools.partial(torch.tensor, dtype=torch.int32)
+    if is_step:
+        q, kv = torch.zeros(3, 8, 1, 128, dtype=BF16), torch.zeros(2, 3, 2, 90, 128, dtype=BF16)
+        rows = ints(range(7)), ints([80] * 6), ints(range(0, 540, 90))
+        tensors = q, *kv, rows[1], None, rows[0], *(None,) * 5, rows[2]
+        options = {"max_seqlen_q": 1, "max_seqlen_k": 80, "causal": True}
+    else:
+        q, kv = torch.zeros(3, 1, 8, 128, dtype=BF16), torch.zeros(2, 24, 16, 2, 128, dtype=BF16)
+        tensors = q, *kv, ints([90] * 3), ints(range(24)).view(3, 8)
+        options = {"causal": True, "softmax_scale": 0.3}
+    call = functools.partial(BACKEND.function("attend_cache"), *tensors, **options)
+    return call, [x for x in tensors if x is not None]
+
+
 CALLS = {
+    "without new tokens": lambda: without_new_tokens(False),
+    "a step": lambda: without_new_tokens(True),
+    **{
+        f"selected {name}": functools.partial(selected, of)
+        for name, of in growing_selected.KINDS.items()
+        if name != "tokens"  # planned as few heads are
+    },
     "prefill": lambda: prefill(32),
     "odd group": lambda: prefill(24),
     "decode": decode,

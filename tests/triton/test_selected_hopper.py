@@ -10,6 +10,7 @@ import cross_compile
 import pytest
 import torch
 import triton
+from compiled_calls import attention
 from covering import left_out
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
@@ -167,18 +168,14 @@ def test_parts_are_added_up(groups, device):
 def compile_lists(problem):
     """The kernels of a launch, compiled in another process, and the first one's waits for products.
     If the assembler finds fault with a kernel's products, it waits after each of them."""
-    call = hopper_call(problem)
     cubins = []
-
-    def launch():
-        selected.selected_attention(call, *call.new_results())
 
     def read(arch, name, binary, read=cross_compile._read):
         cubins.append(binary.asm["cubin"])
         return read(arch, name, binary)
 
     cross_compile._read = read
-    cross_compile.CALLS["lists"] = lambda: launch
+    cross_compile.CALLS["lists"] = lambda: attention(problem)
     kernels = cross_compile.compile_call("sm90", "lists")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -217,8 +214,6 @@ def test_compiles_to_products(problem, compiler):
 def test_agrees_with_the_reference(problem):
     call = hopper_call(problem, "cuda")
     assert selected.unsupported(call) is None
-    first, second = call.new_results(), call.new_results()
-    selected.selected_attention(call, *first)
-    selected.selected_attention(call, *second)
+    first, second = (build(problem).to("cuda").run() for _ in range(2))
     assert_accurate(*first, build(problem).truth())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

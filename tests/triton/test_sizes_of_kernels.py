@@ -80,7 +80,7 @@ def test_the_walk_finds_kernels():
 @pytest.mark.parametrize(
     "function", [x for x in FUNCTIONS if x.not_specialised], ids=lambda x: x.name
 )
-def test_no_group_is_said_not_to_be_specialised(function):
+def test_no_group_is_named_as_not_specialised(function):
     assert function.not_specialised <= set(function.parameters)
     found = function.not_specialised & function.groups
     assert not found, "Triton specialises the numbers of a group all the same"

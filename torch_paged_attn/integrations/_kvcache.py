@@ -73,7 +73,7 @@ def attend_in_one_call(
 
     tensors: q, k_cache, v_cache, cache_seqlens
     others: block_table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale and v_descale, or
-        None for those that are not given
+        None for those that are not given; and k_start for a step of Transformers
     options: keyword arguments of `attend_cache`
     """
     if not _has_one_call(tensors, others) or tensors[3].dtype is not torch.int32:

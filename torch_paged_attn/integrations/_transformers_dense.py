@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations._arguments import asks_gradient
+from torch_paged_attn.integrations._kvcache import attend_in_one_call
 from torch_paged_attn.integrations._transformers_batching import rows
 from torch_paged_attn.integrations._transformers_short import ShortMask
 from torch_paged_attn.ops import flash_varlen
@@ -87,6 +88,17 @@ def attend_step(
     if rows_of is None:
         return None
     window = mask.window if mask.window < mask.written else -1
+    options["causal"] = mask.causal
+    if window >= 0:
+        options["window_size_left"] = options["window_size_right"] = window
+    found = attend_in_one_call(
+        (query, key, value, rows_of.lengths),
+        (None, rows_of.cu_seqlens_q, None, None, None, None, None, rows_of.first),
+        1,
+        {"max_seqlen_k": mask.written, **options},
+    )
+    if found is not None:
+        return found[0]
     out, _ = flash_varlen(
         query.view(batch * heads, num_heads // heads, dim),
         key.view(-1, 1, dim),
@@ -97,9 +109,6 @@ def attend_step(
         mask.written,
         rows_of.lengths,
         k_start=rows_of.first,
-        causal=mask.causal,
-        window_size_left=window,
-        window_size_right=window,
         **options,
     )
     return out

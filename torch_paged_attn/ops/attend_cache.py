@@ -1,8 +1,12 @@
 """The operator `paged_attn::attend_cache`: `flash_attn_with_kvcache` without new tokens, on a GPU.
 
-It is internal, as `append_and_attend` is, and for the same reason: it takes flash-attn's arguments
-as they are. To make of them the views and bounds that `flash_varlen` takes, in Python, takes longer
-on the host than that call.
+It is internal, as `append_and_attend` is, and for the same reason: it takes the arguments as they
+are. To make of them the views and bounds that `flash_varlen` takes, in Python, takes longer on the
+host than that call.
+
+With `k_start` it is a decoding step of Transformers: one query in each row, over contiguous keys
+(batch, num_kv_heads, length, head_dim). Each head of a row's keys is then a sequence of one head,
+and cu_seqlens_q, cache_seqlens and k_start, in rows of head_dim numbers, are those of all heads.
 """
 
 import functools
@@ -38,10 +42,29 @@ def rows_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | 
     return rows
 
 
+def rows_of_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a step with `k_start` as `flash_varlen` takes them, or ValueError."""
+    for name, x in (("q", q), ("k_cache", k), ("v_cache", v)):
+        check_dim(OP, name, x, "(batch, heads, length, head_dim)")
+        if not x.is_contiguous():
+            fail(OP, name, f"strides {x.stride()}", "contiguous")
+    batch, heads, _, dim = k.shape
+    if q.shape[2] != 1 or q.shape[0] != batch or not heads or q.shape[1] % heads:
+        fail(OP, "q", f"shape {tuple(q.shape)}", f"one query for each row of k {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        fail(OP, "v_cache", f"shape {tuple(v.shape)}", f"{tuple(k.shape[:3])} + (head_dim_v,)")
+    rows = q.view(batch * heads, q.shape[1] // heads, q.shape[3])
+    return rows, k.view(-1, 1, dim), v.view(-1, 1, v.shape[3])
+
+
 def fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """What the operator returns, in shape and dtype."""
+    if args[8:] and args[8] is not None:
+        heads = q.shape[0] * k_cache.shape[1]
+        out = q.new_empty((heads, q.shape[1] // k_cache.shape[1], v_cache.shape[3]))
+        return out, q.new_empty((out.shape[1], heads), dtype=torch.float32)
     *lengths, num_heads, _ = q.shape
     total = lengths[0] * lengths[1] if len(lengths) == 2 else lengths[0]
     out = q.new_empty((total, num_heads, v_cache.shape[3]))
@@ -64,8 +87,8 @@ LIBRARY.define(
     f"{OP}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,"
     " Tensor? block_table=None, Tensor? cu_seqlens_q=None, Tensor? alibi_slopes=None,"
     " Tensor? sinks=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,"
-    " *, int max_seqlen_q=0, float? softmax_scale=None, bool causal=False,"
-    " int window_size_left=-1, int window_size_right=-1, float softcap=0.0)"
+    " Tensor? k_start=None, *, int max_seqlen_q=0, int max_seqlen_k=0, float? softmax_scale=None,"
+    " bool causal=False, int window_size_left=-1, int window_size_right=-1, float softcap=0.0)"
     " -> (Tensor out, Tensor softmax_lse)"
 )
 torch.library.register_fake(f"paged_attn::{OP}", fake, lib=LIBRARY)

@@ -130,6 +130,13 @@ def _check_devices(
     check_devices(OP, key.device, tensors)
 
 
+def _check_halves(kv_cache: Tensor) -> None:
+    shape = "(2, num_pages, num_kv_heads, page_size, head_dim)"
+    check_dim(OP, "kv_cache", kv_cache, shape)
+    if kv_cache.shape[0] != 2:
+        fail(OP, "kv_cache", f"shape {tuple(kv_cache.shape)}", shape)
+
+
 def check_values_split(
     key: Tensor,
     value: Tensor,
@@ -188,14 +195,7 @@ def check(
     v_scale: Tensor | None = None,
 ) -> None:
     """Raise for metadata that the contract forbids."""
-    check_dim(OP, "kv_cache", kv_cache, "(2, num_pages, num_kv_heads, page_size, head_dim)")
-    if kv_cache.shape[0] != 2:
-        fail(
-            OP,
-            "kv_cache",
-            f"shape {tuple(kv_cache.shape)}",
-            "(2, num_pages, num_kv_heads, page_size, head_dim)",
-        )
+    _check_halves(kv_cache)
     k_cache, v_cache = kv_cache.unbind(0)
     halves = ("kv_cache", "kv_cache")
     check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, cache_names=halves)
@@ -279,8 +279,8 @@ def reshape_and_cache(
         slot_mapping: `(<= num_tokens,)` int32 or int64.
         k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted. With
             `quantize` `(num_pages, num_kv_heads, page_size)` float32 of any strides, written.
-        quantize: whether scales are written. `kv_cache` is a pair then, of float8, int8, or uint8
-            with `head_dim / 2` bytes: int4, the even number in the low bits, two's complement.
+        quantize: whether scales are written. `kv_cache` is of float8 or int8 then, or of uint8 with
+            `head_dim / 2` bytes: int4, the even number in the low bits, two's complement.
 
     Raises:
         TypeError: an argument of the wrong type, such as a list for a tensor.
@@ -296,8 +296,9 @@ def reshape_and_cache(
     else:
         fail(OP, "kv_cache", type(kv_cache).__name__, "a tensor, or a pair (k_cache, v_cache)")
     if quantize:
-        if len(caches) == 1:
-            fail(OP, "kv_cache", "a tensor", "a pair (k_cache, v_cache) with quantize=True")
+        if isinstance(kv_cache, Tensor):
+            _check_halves(kv_cache)
+            caches = kv_cache.unbind(0)
         operator = _reshape_and_cache_quantize
         call_operator(operator, (key, value, *caches, k_scale, v_scale, slot_mapping), {})
         return

@@ -90,6 +90,9 @@ class Call:
                 x: Any = self.args.get(name)
                 if x is not None and (name in ("k", "v") or is_by_token(x, batch)):
                     args[name] = x[start:stop]
+                    if stop - start == 1 and is_by_token(self.args.get("k_descale"), batch):
+                        # a scale for one token would be that of one sequence: a row of no key
+                        args[name] = args[name].expand(2, *x.shape[1:])
         if k_bounds is not None:
             args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
         for name, dims in per_sequence_tensors().items():
@@ -215,7 +218,7 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
     if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
         args["v"] = _first_columns(args["k"], head_dim_v)
     if problem.descale == "tokens":
-        args |= _token_scales(problem, written[:, None].expand(-1, problem.num_kv_heads))
+        args |= _token_scales(problem, (len(written),), (written.nonzero()[:, 0],))
     if problem.k_ranges:
         args["k_start"] = torch.tensor(starts, dtype=torch.int32)
         if problem.lengths == "cu_seqlens_k":
@@ -232,16 +235,22 @@ def _first_columns(stored: Tensor, count: int) -> Tensor:
     return stored[..., : count // (2 if stored.dtype == torch.uint8 else 1)]
 
 
-def _token_scales(problem: Problem, written: Tensor) -> dict[str, Any]:
-    """k_descale and v_descale by token; NaN where `written`, of their shape, is False. They have a
-    generator of their own, so that they do not change the other tensors.
+def _token_scales(
+    problem: Problem, shape: tuple[int, ...], places: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    """k_descale and v_descale by token, NaN but for the tokens at `places` in a cache of `shape`
+    (pages and slots, or rows). They have a generator of their own, so that they do not change the
+    other tensors.
     """
     g = torch.Generator().manual_seed(problem.seed + 2)
     found = {}
     for name in ("k", "v"):
         unit = UNITS.get(_stored_dtype(problem, name), 1.0)
-        scales = (0.5 + torch.rand(written.shape, generator=g)) * unit
-        found[f"{name}_descale"] = scales.masked_fill(~written, NAN)
+        scales = torch.full((*shape, problem.num_kv_heads), NAN)
+        tokens = torch.rand(len(places[0]), problem.num_kv_heads, generator=g)
+        scales[places] = (0.5 + tokens) * unit
+        # (num_pages, num_kv_heads, page_size), or (total_k, num_kv_heads)
+        found[f"{name}_descale"] = scales.movedim(-1, 1).contiguous()
     return found
 
 
@@ -295,23 +304,24 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
     width = max(counts, default=0) + 2
     which = torch.arange(len(counts) * width) % len(INVALID_PAGES)
     table = torch.tensor(INVALID_PAGES, dtype=torch.int32)[which].view(len(counts), width)
-    next_page = 0
+    next_page, places = 0, []
     for b, (count, n) in enumerate(zip(counts, problem.key_lens, strict=True)):
         table[b, :count] = order[next_page : next_page + count]
         next_page += count
         page, offset = table[b].long()[torch.arange(n) // page_size], torch.arange(n) % page_size
+        places.append(torch.stack([page, offset]))
         k[page, :, offset] = _randn(g, n, heads, dim)
         if problem.cache_layout != "mla":
             v[page, :, offset] = _randn(g, n, heads, head_dim_v)
 
-    written = ~k[..., 0].isnan()
     args: dict[str, Any] = {
         name: _store_view(x, _stored_dtype(problem, name)) for name, x in (("k", k), ("v", v))
     }
     if problem.cache_layout == "mla":
         args["v"] = _first_columns(args["k"], head_dim_v)
     if problem.descale == "tokens":
-        args |= _token_scales(problem, written)
+        slots = torch.cat([torch.zeros(2, 0, dtype=torch.int64), *places], 1)
+        args |= _token_scales(problem, (num_pages, page_size), tuple(slots))
         if problem.cache_layout == "nhd":
             for name in ("k_descale", "v_descale"):
                 args[name] = args[name].transpose(1, 2).contiguous().transpose(1, 2)

@@ -135,4 +135,7 @@ class Problem:
             "k in int4": self.kv_dtype == torch.uint8,
             "v in int4": (self.v_dtype or self.kv_dtype) == torch.uint8,
         }
-        return frozenset(name for name, is_used in uses.items() if is_used)
+        names = frozenset(name for name, is_used in uses.items() if is_used)
+        if self.selected is not None:  # what a backend lacks may be of these ops alone
+            names |= {f"{name} of selected" for name in names}
+        return names

@@ -21,7 +21,7 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
-    lacks = ()
+    lacks = lacks_ops = ()
     lacks_in_backward = ("key_ranks of blocksparse",)
 
     def unsupported(self) -> str | None:

@@ -18,22 +18,23 @@ from torch_paged_attn.backends.triton.flash_varlen import (
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Constants
-from torch_paged_attn.ops.attend_cache import rows_of
+from torch_paged_attn.ops.attend_cache import rows_of, rows_of_heads
 
 # the operator's tensors, by their names in `flash_varlen`
 TENSORS = (
     "q", "k", "v", "seqused_k", "block_table", "cu_seqlens_q", "alibi_slopes", "sinks", "q_descale",
-    "k_descale", "v_descale",
+    "k_descale", "v_descale", "k_start",
 )  # fmt: skip
 
 
 def attend_cache(
-    *tensors: Tensor | None, max_seqlen_q: int = 0, **options: Any
+    *tensors: Tensor | None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.attend_cache`."""
     longest = 0
     if max_seqlen_q:
-        longest = said_of_longest(max_seqlen_q, 0, False)
+        is_packed = len(tensors) == len(TENSORS) and tensors[-1] is not None
+        longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
     return launch_cache.call(f"attend_cache, {longest}", _planner(longest), tensors, options)
 
 
@@ -47,6 +48,10 @@ def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
     given = [name for name in TENSORS if found.get(name) is not None]
     q, k_cache, v_cache = (found[name] for name in "qkv")
     assert q is not None and k_cache is not None and v_cache is not None
+    if found.get("k_start") is not None:
+        names = "q", "k", "v"
+        found |= zip(names, rows_of_heads(q, k_cache, v_cache), strict=True)
+        return _with(given, longest, 0, found, None, options)
     rows = rows_of(q, k_cache, v_cache, found.get("cu_seqlens_q"))
     found |= {"q": rows, "k": k_cache.transpose(1, 2), "v": v_cache.transpose(1, 2)}
     ranges: dict[str, tuple[int, int]] = {}  # what is not given: how many numbers, and their step
@@ -63,13 +68,27 @@ def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
     table = found["block_table"]
     assert table is not None
     reach = said_of_reach(table.shape[-1] * k_cache.shape[1], False)
-    names = [x for x in tensor_names("flash_varlen") if x in found]
-    attend = flash_varlen.plan(
-        longest, reach, *map(found.get, tensor_names("flash_varlen")), **options
-    )
+    return _with(given, longest, reach, found, constants, options)
+
+
+def _with(
+    given: list[str],
+    longest: int,
+    reach: int,
+    found: dict[str, Tensor | None],
+    constants: Constants | None,
+    options: dict[str, Any],
+) -> Plan:
+    """The plan of `flash_varlen` for the tensors `found`, of which a call has those that are
+    `given`, and then the constants.
+    """
+    names = tensor_names("flash_varlen")
+    attend = flash_varlen.plan(longest, reach, *map(found.get, names), **options)
     pick = operator.itemgetter(*(given.index(x) for x in names if x in given))
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        if constants is None:
+            return attend(pick(tensors), addresses and pick(addresses))
         made, at = constants()
         return attend(pick((*tensors, *made)), addresses and pick((*addresses, *at)))
 

@@ -2,11 +2,13 @@
 
 Kernels take the strides of queries, keys, values, masks, scales and layouts. They take none for
 lengths, bounds and sinks, and only the row stride of a block table. If such a tensor has gaps, the
-plan is made for a contiguous copy, and each call makes this copy first.
+plan is made for a contiguous copy, and each call makes this copy first. So it is for queries and
+packed keys that a kernel cannot address, if another kernel would give other bits.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
@@ -46,7 +48,8 @@ def after_copies(plan: Plan, copied: list[int]) -> Plan:
         found = list(tensors)
         addresses = None if addresses is None else list(addresses)
         for i in copied:
-            found[i] = found[i].contiguous()
+            # not `contiguous`: what is copied may be contiguous, at an odd address
+            found[i] = found[i].clone(memory_format=torch.contiguous_format)
             if addresses is not None:
                 addresses[i] = found[i].data_ptr()
         return plan(tuple(found), addresses)

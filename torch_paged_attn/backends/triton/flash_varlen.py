@@ -1,5 +1,6 @@
 """`flash_varlen` on GPUs: which kernel runs a call."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
+from torch_paged_attn.ops.checks import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,38 @@ def unsupported_on_hopper(call: AttentionCall) -> str | None:
     if reason is None and call.is_batch_invariant:
         return support.unordered(call)
     return reason
+
+
+def decides_bits(call: AttentionCall) -> bool:
+    """Whether Hopper's kernel runs batch-invariant calls of a model like this one. It adds up in
+    another order than the portable kernel does, so it has to run all of them.
+    """
+    is_ours = call.is_batch_invariant and 0 not in call.k.shape
+    return is_ours and (support.unsupported_model(call) or support.unordered(call)) is None
+
+
+def with_aligned_copies(call: AttentionCall) -> tuple[AttentionCall, list[int]]:
+    """The call with copies of queries and packed keys that Hopper's kernel cannot address, if its
+    bits are to be those of Hopper's kernel; and the numbers of these tensors.
+    """
+    if is_traced() or not decides_bits(call):
+        return call, []
+    names = ("q", "k", "v") if call.block_table is None else ("q",)
+    tensors = [getattr(call, name) for name in names]
+    copied = [i for i, x in enumerate(tensors) if support.is_misaligned(x, x.dim() - 1)]
+    copies = {names[i]: tensors[i].clone(memory_format=torch.contiguous_format) for i in copied}
+    return dataclasses.replace(call, **copies), copied
+
+
+def refuse_other_bits(call: AttentionCall) -> None:
+    """Raise NotImplementedError for a batch-invariant call whose keys Hopper's kernel cannot read,
+    though it runs other calls of the same model.
+    """
+    if not decides_bits(call):
+        return
+    if (reason := support.out_of_reach(call)) is not None:
+        instead = "use pages of a multiple of 16 tokens, aligned to 16 bytes"
+        refuse(call.op, f"no batch_invariant on Hopper where {reason}", instead)
 
 
 def unsupported_latent(call: AttentionCall) -> str | None:
@@ -190,7 +224,9 @@ class AttentionOp:
         args, copied = self._planned_for(reach, tensors)
         call = self._call_of(*args, **options)
         self._check(call)
-        return after_copies(self._plan_checked(call, longest), copied)
+        call, aligned = with_aligned_copies(call)
+        refuse_other_bits(call)
+        return after_copies(self._plan_checked(call, longest), [*copied, *aligned])
 
     def _planned_for(
         self, reach: int, tensors: tuple[Tensor | None, ...]

@@ -89,6 +89,10 @@ def _kind(call: AttentionCall, queries: int) -> str | None:
         return None
     if call.block_table is None or call.layout is not None or call.q.itemsize > 2:
         return None
+    if portable.has_numbers_apart(call):
+        # their costs are not known; with those of 8 bits alone, a decode of 32 sequences of 8192
+        # keys would take 4 warps, and 192 us instead of 140
+        return None
     # decodes of few heads are the portable kernel's, but costs are not known of all of its operands
     if queries and _rows(call) <= MOST_PORTABLE and not _has_portable_costs(call):
         return None
@@ -138,7 +142,7 @@ def shape_of(call: AttentionCall, queries: int, allowed: tuple[str, ...]) -> way
         queries=queries,
         longest=_longest_keys(call),
         window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
-        key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
+        key_bytes=(call.k.shape[-1] + call.v.shape[-1]) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
         tiles=tuple((x, None if queries else _tile(call, x)) for x in allowed),

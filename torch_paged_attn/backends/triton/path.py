@@ -17,9 +17,11 @@ from torch_paged_attn.backends.triton import kernels
 from torch_paged_attn.backends.triton.flash_varlen import (
     Choice,
     choose,
+    refuse_other_bits,
     said_of_longest,
     said_of_reach,
     unsupported_on_hopper,
+    with_aligned_copies,
 )
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
 from torch_paged_attn.backends.triton.hopper import mla, mla_work
@@ -116,6 +118,8 @@ def _attention(call: AttentionCall) -> Path:
     is_packed = call.block_table is None
     longest = said_of_longest(call.max_seqlen_q, call.max_seqlen_k, is_packed)
     call = dataclasses.replace(call, max_seqlen_k=said_of_reach(call.max_seqlen_k, is_packed))
+    call, _ = with_aligned_copies(call)
+    refuse_other_bits(call)
     choice = choose(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
     if ranking := kernels.ranking(call, longest, unsupported_on_hopper(call)):

@@ -1,5 +1,5 @@
-"""`reshape_and_cache.quantize` on GPUs: a program has some heads of a few tokens. It finds the scale
-of each row of keys and of values, and writes it beside the row, which is divided by it.
+"""`reshape_and_cache.quantize` on GPUs: a program has some heads of a few tokens. It finds the
+scales of their rows, writes them, and writes the rows divided by them.
 """
 
 from typing import Any, NamedTuple
@@ -218,7 +218,7 @@ def plan(
         if claims is not None and claim is not None:
             claim(tensors[-1], claims)
         rows = (as_stored(x, target)[0] for x in tensors[:4])
-        write(QuantizePointers(*rows, *tensors[4:], claims))
+        write(QuantizePointers._make((*rows, *tensors[4:], claims)))
 
     return run
 

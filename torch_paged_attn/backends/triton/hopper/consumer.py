@@ -47,9 +47,9 @@ from torch_paged_attn.backends.triton.hopper.stretches import (
     factors,
     first_key_with,
     fold,
-    join_left,
     leave_or_rescale,
     next_reference,
+    with_left,
 )
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.work_info import (
@@ -367,8 +367,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                if state > NONE_LEFT:
-                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             sums = (acc, m_i, total)
             stop_token = leave_result(
                 sums, place, at, rows, params, pipelines, tile, OPTIONS, INDEX
@@ -378,16 +377,14 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                if state > NONE_LEFT:
-                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                if state > NONE_LEFT:
-                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
+                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
             place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:

@@ -2,6 +2,10 @@
 values are 512 wide and are the first columns of the keys.
 """
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -171,63 +175,93 @@ def scalars_of(call: AttentionCall) -> ListScalars:
     )
 
 
-def selected_attention(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
-    """Run a call that this kernel can take."""
-    from torch_paged_attn.backends.triton.hopper.selected_combine import (
-        _hopper_selected_combine_kernel,
-    )
+def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
+    """A function that launches the kernels for calls like this one, which have tensors of these
+    names. It takes the given tensors, their addresses or None, and the tensors for results.
+    """
     from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
         _hopper_selected_few_heads_kernel,
     )
     from torch_paged_attn.backends.triton.hopper.selected_kernel import _hopper_selected_fwd_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
-    selection, q = call.selection, call.q
-    assert selection is not None
     options = options_of(call)
     groups, units, elements = shares_of_call(call, options)
     programs = groups * options.HEAD_TILES
-    parts = lse  # of the same type, and not written
-    if elements:
-        parts = Allocation((elements,), torch.float32, q.device)()
-    sizes = sizes_of(call, units)
-    latents = q if call.q_latent is None else call.q_latent
-    boxes = (latents, HALF), (q, ROPE)
-    maps = [ragged_rows(x, 1, options.PACKED_HEADS, width).at(x.data_ptr()) for x, width in boxes]
-    pointers = ListPointers(
-        out=out,
-        lse=lse,
-        parts=parts,
-        latents=call.v,
-        ropes=call.k[..., options.ROPE_COLUMN :] if options.HAS_ROPE else None,
-        key_indices=selection.key_indices,
-        num_selected=selection.num_selected,
-        **{name: getattr(call, name) for name in ListPointers._fields[7:]},
-    )
+    new_parts = Allocation((elements,), torch.float32, call.q.device)
+    boxes = [
+        ragged_rows(x, 1, options.PACKED_HEADS, width)
+        for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
+    ]
     is_few = options.PACKED_HEADS == FEW_HEADS
-    Launch(
+    launch = Launch(
         _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
         (programs,),
-        **sizes._asdict(),
+        **sizes_of(call, units)._asdict(),
         scalars=scalars_of(call),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
-    )(*maps, pointers)
-    if units > 1:
-        shares = shares_of(groups // call.total_q, call.total_q * call.num_heads)
-        Launch(
-            _hopper_selected_combine_kernel,
-            (
-                min(call.total_q, groups - 1),
-                cdiv(call.num_heads, shares[0]),
-                HEAD_DIM_V // shares[2],
-            ),
-            **sizes._asdict(),
-            num_heads=call.num_heads,
-            programs=programs,
-            OPTIONS=options,
-            SHARES=shares,
-            num_warps=4,
-            **dependent_launch(target_of(q.device).overlaps_launches),
-        )(out, pointers)
+    )
+    combine = _combine_launch(call, options, groups, units) if units > 1 else None
+    # a tensor that is not given is the None behind the given ones
+    places = {name: i for i, name in enumerate(given)}
+    named = "q_latent", "k", "v", *ListPointers._fields[5:]
+    pick = operator.itemgetter(*(places.get(name, len(given)) for name in named))
+    column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE
+    column_bytes = column * call.k.itemsize
+
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+        # of the same type, and not written if no groups share a token
+        parts = new_parts() if elements else lse
+        if launch.is_ready and addresses is not None and (combine is None or combine.is_ready):
+            latent, k, v, *others = pick((*addresses, None))
+            q = addresses[0]
+            at = (
+                *(out.data_ptr(), lse.data_ptr(), parts.data_ptr(), v),
+                k + column_bytes if has_ropes else None,
+                *others,
+            )
+            boxes_at = launch.map_arguments
+            launch.start(
+                *boxes_at(0, boxes[0], q if latent is None else latent),
+                *boxes_at(1, boxes[1], q),
+                at,
+            )
+            if combine is not None:
+                combine.start(at[0], at)
+            return
+        latent, k, v, *others = pick((*tensors, None))
+        q = tensors[0]
+        ropes = k[..., column:] if has_ropes else None
+        pointers = ListPointers(out, lse, parts, v, ropes, *others)
+        latents = q if latent is None else latent
+        launch(boxes[0].at(latents.data_ptr()), boxes[1].at(q.data_ptr()), pointers)
+        if combine is not None:
+            combine(out, pointers)
+
+    return start
+
+
+def _combine_launch(call: AttentionCall, options: ListOptions, groups: int, units: int) -> Launch:
+    """The launch that adds up what groups of programs found of tokens that they share."""
+    from torch_paged_attn.backends.triton.hopper.selected_combine import (
+        _hopper_selected_combine_kernel,
+    )
+
+    shares = shares_of(groups // call.total_q, call.total_q * call.num_heads)
+    grid = (
+        *(min(call.total_q, groups - 1), cdiv(call.num_heads, shares[0])),
+        HEAD_DIM_V // shares[2],
+    )
+    return Launch(
+        _hopper_selected_combine_kernel,
+        grid,
+        **sizes_of(call, units)._asdict(),
+        num_heads=call.num_heads,
+        programs=groups * options.HEAD_TILES,
+        OPTIONS=options,
+        SHARES=shares,
+        num_warps=4,
+        **dependent_launch(target_of(call.q.device).overlaps_launches),
+    )

@@ -291,7 +291,7 @@ def leave_or_rescale(acc, shrink, apart, state, params, OPTIONS: gl.constexpr, I
 
 
 @gluon.jit
-def join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def _join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Sums of values with those that were left before."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     program: gl.constexpr = _join(OWN)
@@ -305,3 +305,11 @@ def join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         False,
         OWN,
     )
+
+
+@gluon.jit
+def with_left(acc, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """The same, if any were left."""
+    if state > NONE_LEFT:
+        acc = _join_left(acc, apart, params, OPTIONS, INDEX)
+    return acc

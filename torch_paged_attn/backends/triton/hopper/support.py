@@ -10,7 +10,7 @@ from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entrie
 from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
-from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
 # rows of a consumer: the height of a warpgroup's product
@@ -86,7 +86,12 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def _unsupported_kind(call: AttentionCall) -> str | None:
     """The same for all calls that differ in sizes alone."""
-    q, k, v = call.q, call.k, call.v
+    return unsupported_model(call) or out_of_reach(call)
+
+
+def unsupported_model(call: AttentionCall) -> str | None:
+    """Why no call of a model can take this kernel, wherever its keys are; None if some can."""
+    q = call.q
     if (reason := unsupported_device(q.device)) is not None:
         return reason
     if (reason := _unsupported_types(call)) is not None:
@@ -105,6 +110,18 @@ def _unsupported_kind(call: AttentionCall) -> str | None:
         return f"softmax_scale is {call.softmax_scale}"
     if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
         return f"softcap is {call.softcap}"
+    if call.layout is not None:
+        if (lacked := lacking(call, OF_LISTS)) is not None:
+            return f"it has no {lacked} beside a layout"
+        if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
+            return "it has no windows beside a layout"
+    return None
+
+
+def out_of_reach(call: AttentionCall) -> str | None:
+    """Why this kernel cannot read queries or keys where they are, though it may run other calls of
+    the same model; None if it can."""
+    q, k, v = call.q, call.k, call.v
     if call.block_table is not None:
         page_size = call.page_size
         if page_size % LEAST_BOX and not (gathers(call) or has_rows(call)):
@@ -113,11 +130,6 @@ def _unsupported_kind(call: AttentionCall) -> str | None:
             return "pages do not lie a whole number of slots apart"
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
         return "q, k or v is not aligned to 16 bytes"
-    if call.layout is not None:
-        if (lacked := lacking(call, OF_LISTS)) is not None:
-            return f"it has no {lacked} beside a layout"
-        if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
-            return "it has no windows beside a layout"
     return None
 
 
@@ -128,9 +140,6 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
-    if not is_even(call.group_size):
-        # they fill a tile's rows, but no GPU has been asked whether bits are equal then
-        return f"heads in groups of {call.group_size} have not been compared, bit for bit"
     return None
 
 

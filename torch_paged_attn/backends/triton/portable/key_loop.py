@@ -172,7 +172,7 @@ def attend_keys(
                 if OPTIONS.K_BY_TOKEN:
                     k_scales = page * strides.k_descale_page + slot * strides.k_descale_slot
                     s *= tl.load(memory.k_scales + k_scales)[None, :]
-                v_scale = 1.0
+                v_scale = tl.full([], 1.0, tl.float32)
                 if OPTIONS.V_BY_TOKEN:
                     v_scales = page * strides.v_descale_page + slot * strides.v_descale_slot
                     v_scale = tl.load(memory.v_scales + v_scales)

@@ -1,6 +1,4 @@
-"""The queries of a tile, in the chunks in which its keys are decoded, and what scores are multiplied
-by.
-"""
+"""The queries of a tile, in the chunks in which its keys are decoded, and the factors of scores."""
 
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
     offsets = rows.row * strides.q_token + rows.head.to(tl.int64) * strides.q_head
     q_ptr = pointers.q
     low, high = _load_two(q_ptr, offsets, exists, LOW, HIGH, STEP, HEAD_DIM, FORMAT, LOADED)
-    third, fourth = 0.0, 0.0
+    third, fourth = low, low  # unused unless there are four chunks
     if STEP == 4:
         third = load_rows(q_ptr, offsets, exists, 2, LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
         fourth = load_rows(q_ptr, offsets, exists, 3, LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)

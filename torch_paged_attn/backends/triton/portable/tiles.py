@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.arrivals import MOST_PARTS
 from torch_paged_attn.backends.triton.dequant import holds_pairs
 from torch_paged_attn.backends.triton.page_sizes import has_rows
@@ -68,6 +68,13 @@ def key_bound(call: AttentionCall) -> int:
     return call.block_table.shape[1] * call.page_size
 
 
+def has_numbers_apart(call: AttentionCall) -> bool:
+    """Whether a kernel needs registers for scales by token, or for the halves of int4's bytes."""
+    scales = call.k_descale, call.v_descale
+    is_int4 = torch.uint8 in (call.k.dtype, call.v.dtype)
+    return is_int4 or any(is_by_token(x, call.batch) for x in scales)
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """The properties of a call, besides sizes, on which its tiles depend."""
@@ -80,7 +87,7 @@ class Traits:
     kv_itemsize: int
     page_size: int
     may_pair: bool  # whether 8-bit keys and values can be decoded by pairs
-    is_plain: bool  # no bias, ALiBi, softcap, dropout or layout
+    is_plain: bool  # no bias, ALiBi, softcap, dropout, layout, int4 or scales by token
     is_full: bool  # neither causal nor a window
     q_block: int  # 0 without a layout
     k_block: int
@@ -104,7 +111,9 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
         kv_itemsize=k.itemsize,
         page_size=WIDE_PAGE if has_rows(call) else call.page_size,
         may_pair=may_pair,
-        is_plain=not has_scores and call.dropout_p == 0.0 and layout is None,
+        is_plain=not (
+            has_scores or call.dropout_p or layout is not None or has_numbers_apart(call)
+        ),
         is_full=not (is_bound(call.window_size_left) or is_bound(call.window_right)),
         q_block=0 if layout is None else layout.q_block_size,
         k_block=0 if layout is None else layout.k_block_size,

@@ -94,7 +94,8 @@ def entries(
         /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
         /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
         /full           packed keys without causal mask and window
-        /extra          not plain: a bias, ALiBi, softcap, dropout or a layout
+        /extra          not plain: a bias, ALiBi, softcap, dropout, a layout, int4 or scales by
+                        token
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
