@@ -1,4 +1,4 @@
-"""Fit the costs by which the fastest way to run few queries is chosen (`backends/triton/ways.py`).
+"""Fit the costs by which the fastest way to run a call is chosen (`backends/triton/ways.py`).
 
     python benchmarks/gpu/fit_ways.py                fit, say how well choices do, write nothing
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
@@ -10,12 +10,12 @@ fit, a fifth at a time, and know what the operator knows: sizes, and a rounded b
 """
 
 import argparse
-import gzip
 import json
 import math
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,86 +23,102 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from torch_paged_attn.backends.triton import ways
-from torch_paged_attn.backends.triton.flash_varlen import said_of_reach
-from torch_paged_attn.backends.triton.hopper.support import GATHERED, width_of
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
-DATA = Path(__file__).parents[2] / "tests" / "triton" / "data" / "ways_sweep.json.gz"
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "triton"))
+from measured import Row, guess_of, kind_of, rows_of, shape_of, write
 
 # bytes of memory that a GPU reads in a microsecond
 BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
-    "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2",
-               "portable 64/4/5/2 all", "listed divided", "dealt", "numbered",
-               "numbered divided"],
-    "d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                "portable 128/8/5/1", "portable 256/8/1/1", "portable 128/4/3/2 all",
-                "dealt", "numbered", "numbered divided"],
-    "d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "portable 64/4/3/2 all", "listed",
-                "numbered"],
-    "d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "listed",
-               "numbered"],
-    "d128/b1": ["portable 64/1/5/4", "portable 64/4/5/2", "portable 128/4/3/2",
-                "portable 256/8/1/1", "portable 64/4/5/2 all", "portable 128/4/3/2 all",
-                "listed", "dealt tall", "numbered"],
-    "d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "listed"],
+    "few/d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2",
+                   "portable 64/4/5/2 all", "cut divided", "dealt low", "numbered low",
+                   "numbered divided"],
+    "few/d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
+                    "portable 128/8/5/1", "portable 256/8/1/1", "portable 128/4/3/2 all",
+                    "dealt low", "numbered low", "numbered divided"],
+    "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "portable 64/4/3/2 all", "cut low",
+                    "numbered low"],
+    "few/d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "cut low",
+                   "numbered low"],
+    "few/d128/b1": ["portable 64/1/5/4", "portable 64/4/5/2", "portable 128/4/3/2",
+                    "portable 256/8/1/1", "portable 64/4/5/2 all", "portable 128/4/3/2 all",
+                    "cut low", "dealt low large", "numbered low"],
+    "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
+    "many/d64/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
+                    "numbered small", "numbered tall", "listed tall", "listed three",
+                    "cut divided", "cut tall"],
+    "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
+                     "numbered small", "numbered tall", "numbered three", "listed tall",
+                     "cut low", "cut divided", "cut tall"],
+    "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
+    "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
+    "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
+                     "cut low large", "cut tall"],
+    "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
 
+# a kind that was not measured -> one whose costs it has, and the factor on a tile's
+UNMEASURED = {"many/d64/b1": ("many/d128/b1", 0.6), "many/d256/b1": ("many/d128/b1", 2.0)}
+
 # what costs are before anything is measured, and by what factor they may differ (its logarithm)
+NONE = 1e-4
 PRIOR = {
-    "portable": Costs(6.0, 0.02, 0.5, 0.5, 0.1, 0.3, 0.1, 1.15, 1.0, 0.15, 3.0, 1.0, 0.0),
-    "hopper": Costs(5.0, 0.35, 0.9, 0.02, 0.02, 0.02, 0.3, 1.1, 2.0, 0.1, 2.0, 1.0, 0.0),
+    "few portable": Costs(6.0, 0.02, 0.5, 0.5, 0.1, 0.3, 0.1, 1.15, 1.0, 0.15, 3.0, 1.0, 0.0),
+    "few hopper": Costs(5.0, 0.35, 0.9, 0.02, 0.02, 0.02, 0.3, 1.1, 2.0, 0.1, 2.0, 1.0, 0.0),
+    "many portable": Costs(4.0, 0.1, 1.5, 0.5, NONE, 1.0, 0.3, 1.15, 2.0, 0.3, 1.0, 0.3, 0.0),
+    "many hopper": Costs(5.0, 0.3, 0.9, 0.05, NONE, NONE, 0.3, 1.1, 2.0, 0.3, 1.0, 0.3, 0.0),
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
 PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
 # rows that are left out at a time, of all; the quantile of errors that is called spread
 PARTS, SPREAD = 5, 0.85
 
-Row = dict[str, Any]
+
+class Case(NamedTuple):
+    """A row as the estimate knows it."""
+
+    row: Row
+    kind: str
+    shape: Shape  # as the operator knows it
+    guess: tuple[Lengths, ...]  # the lengths that it really has
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Microseconds of the ways that may be chosen, of those that were measured."""
+        return {way: self.row["figures"][way] for way, _ in self.shape.tiles}
 
 
-def kind_of(row: Row) -> str:
-    return f"d{width_of(row['heads'][2])}/b{2 if row['kv_dtype'] == row['dtype'] else 1}"
+def cases_of(rows: list[Row]) -> list[Case]:
+    # ways that are in no table yet, too
+    ways.ways().update((kind, dict.fromkeys(names)) for kind, names in WAYS.items())  # type: ignore[arg-type]
+    with assume(Target.of_arch("sm90", ways.MULTIPROCESSORS)):
+        return [Case(row, kind_of(row), shape_of(row), guess_of(row)) for row in rows]
 
 
-def shape_of(row: Row, longest: int | None = None) -> Shape:
-    """What the operator knows of a row; `longest`: instead of the bound that it would get."""
-    num_heads, num_kv_heads, head_dim = row["heads"]
-    bound = said_of_reach(row["keys"][2], False) if longest is None else longest
-    return Shape(
-        row["batch"], row["total_q"], num_kv_heads, num_heads // num_kv_heads, row["longest_q"],
-        bound, row["window"], 2 * head_dim * int(kind_of(row)[-1]), row["page_size"] in GATHERED,
-        head_dim,
-    )  # fmt: skip
-
-
-def lengths_of(row: Row) -> Lengths:
-    """The keys that sequences really visit."""
-    mean, longest = row["keys"][1] / row["batch"], row["keys"][2]
-    if row["window"] >= 0:
-        mean, longest = (min(x, row["window"] + row["longest_q"]) for x in (mean, longest))
-    return Lengths(mean, longest)
-
-
-def ways_of(row: Row) -> list[str]:
-    """The ways that the operator may choose for a row, of those that were measured."""
-    is_low = shape_of(row).rows <= 16
-    known = [x for x in WAYS[kind_of(row)] if x in row["figures"]]
-    return [x for x in known if is_low or not ways.is_portable(x)]
-
-
-def fit(way: str, rows: list[Row], like: Costs | None = None) -> Costs:
-    """The costs of a way, from rows of its kind. `like`: those of a way that differs little."""
-    prior = like or PRIOR["portable" if ways.is_portable(way) else "hopper"]
+def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Costs:
+    """The costs of a way, from cases of its kind. `like`: those of a way that differs little."""
+    which = "portable" if ways.is_portable(way) else "hopper"
+    prior = like or PRIOR[f"{kind.partition('/')[0]} {which}"]
     weight = PRIOR_WEIGHT if like is None else LIKE_WEIGHT
     start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])
-    known = [(shape_of(r, r["keys"][2]), lengths_of(r), BANDWIDTH[r["chip"]]) for r in rows]
-    measured = np.log([row["figures"][way] for row in rows])
+    free = np.array(prior[:-1]) > NONE
+    known = [
+        (x.shape._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
+        for x in cases
+    ]
+    measured = np.log([x.row["figures"][way] for x in cases])
+
+    def full(logs: np.ndarray) -> np.ndarray:
+        found = start.copy()
+        found[free] = logs
+        return found
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        costs = Costs(*np.exp(logs), 0.0)
+        costs = Costs(*np.exp(full(logs)), 0.0)
         found = [ways.estimate(way, costs, *x) for x in known]
         return np.log(found) - measured
 
@@ -110,68 +126,66 @@ def fit(way: str, rows: list[Row], like: Costs | None = None) -> Costs:
         off = errors(logs) / OUTLIER
         # an outlier counts by its size, not by its square
         robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER
-        return np.concatenate([robust, weight * (logs - start) / width])
+        return np.concatenate([robust, weight * (logs - start[free]) / width[free]])
 
-    found = least_squares(residuals, start).x
-    spread = float(np.quantile(np.abs(errors(found)), SPREAD))
-    return Costs(*(round(float(x), 4) for x in np.exp(found)), round(spread, 3))
+    found = least_squares(residuals, start[free]).x
+    spread = float(np.quantile(np.abs(errors(found)), SPREAD)) if cases else 0.0
+    costs = np.where(free, np.exp(full(found)), 0.0)
+    return Costs(*(round(float(x), 4) for x in costs), round(spread, 3))
 
 
-def fit_all(rows: list[Row]) -> dict[str, dict[str, Costs]]:
+def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
     found: dict[str, dict[str, Costs]] = {}
     for kind, names in WAYS.items():
-        of_kind = [row for row in rows if kind_of(row) == kind]
+        of_kind = [x for x in cases if x.kind == kind]
         found[kind] = {}
         for way in names:
             like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
-            found[kind][way] = fit(way, [row for row in of_kind if way in ways_of(row)], like)
+            if measured := [x for x in of_kind if way in x.figures]:
+                found[kind][way] = fit(kind, way, measured, like)
+    for kind, (other, factor) in UNMEASURED.items():
+        for way in WAYS[kind]:
+            costs = found[other][way]
+            found[kind].setdefault(way, costs._replace(unit=round(costs.unit * factor, 4)))
     return found
 
 
-def choose(table: dict[str, dict[str, Costs]], row: Row) -> str:
-    of_kind, shape = table[kind_of(row)], shape_of(row)
-    return min(ways_of(row), key=lambda way: ways.score(way, of_kind[way], shape))
+def choose(table: dict[str, dict[str, Costs]], case: Case) -> str:
+    costs = table[case.kind]
+    known = [way for way in case.figures if way in costs]
+    return min(known, key=lambda way: ways.score(way, costs[way], case.shape))
 
 
-def judged(rows: list[Row]) -> list[tuple[Row, str]]:
-    """Rows whose choice is in question, each with the way that is chosen by the others' costs."""
-    order = np.random.default_rng(0).permutation(len(rows))
+def judged(cases: list[Case]) -> list[tuple[Case, str]]:
+    """Cases whose choice is in question, each with the way that is chosen by the others' costs."""
+    order = np.random.default_rng(0).permutation(len(cases))
     found = []
     for part in range(PARTS):
         left_out = {int(i) for i in order[part::PARTS]}
-        table = fit_all([row for i, row in enumerate(rows) if i not in left_out])
+        table = fit_all([x for i, x in enumerate(cases) if i not in left_out])
         for i in sorted(left_out):
-            if len(ways_of(rows[i])) > 2:
-                found.append((rows[i], choose(table, rows[i])))
+            if len(cases[i].figures) > 2:
+                found.append((cases[i], choose(table, cases[i])))
     return found
 
 
-def report(found: list[tuple[Row, str]]) -> Table:
-    """How choices do, by kind of heads and steps: of the best way that was measured, and of FA3."""
+def report(found: list[tuple[Case, str]]) -> Table:
+    """How choices do, by kind: of the best way that was measured, and of what was chosen then."""
     lines = []
-    kinds = [(k, s) for k in WAYS for s in ("decode", "speculation")]
-    for kind, step in [*kinds, ("all", "all")]:
-        of_kind = [
-            (r, w) for r, w in found if kind == "all" or (kind_of(r), r["kind"]) == (kind, step)
+    for kind in [*WAYS, "all"]:
+        of_kind = [(x, way) for x, way in found if kind in ("all", x.kind)]
+        best = [x.figures[way] / min(x.figures.values()) for x, way in of_kind]
+        before = [
+            x.row["figures"]["ours"] / min(x.figures.values())
+            for x, _ in of_kind
+            if "ours" in x.row["figures"]
         ]
-        beside = [
-            (peer / row["figures"][way], peer / row["figures"]["ours"])
-            for row, way in of_kind
-            if (peer := min((v for k, v in row["figures"].items() if k[:3] == "FA3"), default=0))
-        ]
-        if not beside:
-            continue
-        best = [
-            row["figures"][way] / min(row["figures"][x] for x in ways_of(row))
-            for row, way in of_kind
-        ]
-        chosen, before = (np.array(x) for x in zip(*beside, strict=True))
-        lines.append([
-            kind, step, len(of_kind), _mean(best), _mean(chosen), np.mean(chosen >= 0.95),
-            int(sum(chosen < 0.85)), _mean(before), np.mean(before >= 0.95),
-        ])  # fmt: skip
-    names = ["heads", "steps", "draws", "of the best", "FA3 / chosen", ">= 0.95", "< 0.85",
-             "FA3 / as it was", ">= 0.95"]  # fmt: skip
+        if best and before:
+            lines.append([
+                kind, len(best), _mean(best), max(best), sum(x > 1.15 for x in best),
+                _mean(before), max(before), sum(x > 1.15 for x in before),
+            ])  # fmt: skip
+    names = ["kind", "steps", "of the best", "worst", "> 1.15", "as it was", "worst", "> 1.15"]
     return _table(names, lines)
 
 
@@ -187,16 +201,15 @@ def _mean(ratios: Any) -> float:
 
 
 def rows_of_sweep(path: Path) -> list[Row]:
-    """Rows of few queries that `forms_sweep.py` has measured."""
+    """Rows that `forms_sweep.py` has measured."""
     document = json.loads(path.read_text())
     kept = ("problem", "kind", "heads", "batch", "total_q", "longest_q", "keys", "page_size",
-            "dtype", "kv_dtype", "window")  # fmt: skip
+            "dtype", "kv_dtype", "window", "width", "lengths")  # fmt: skip
     found = []
     for row in document["rows"]:
-        if row["kind"] in ("decode", "speculation"):
-            figures = {_way(name): x for name, x in row["figures"].items()}
-            chip = document["machine"]["gpu"]
-            found.append({k: row[k] for k in kept} | {"chip": chip, "figures": figures})
+        figures = {_way(name): x for name, x in row["figures"].items()}
+        chip = document["machine"]["gpu"]
+        found.append({k: row[k] for k in kept if k in row} | {"chip": chip, "figures": figures})
     return found
 
 
@@ -212,18 +225,18 @@ def main() -> None:
     parser.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--write", action="store_true", help="write the table of costs")
     options = parser.parse_args()
-    rows = json.loads(gzip.decompress(DATA.read_bytes()))
-    rows += [row for path in options.add for row in rows_of_sweep(path)]
+    rows = rows_of() + [row for path in options.add for row in rows_of_sweep(path)]
     if options.add:
-        text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-        DATA.write_bytes(gzip.compress(text.encode(), mtime=0))
+        write(rows)
+    cases = cases_of(rows)
     console = Console()
-    console.print(report(judged(rows)))
-    table = fit_all(rows)
+    console.print(report(judged(cases)))
+    table = fit_all(cases)
     chosen: dict[str, int] = {}
-    for row in rows:
-        way = f"{kind_of(row)} {choose(table, row)}" if ways_of(row) else "none"
-        chosen[way] = chosen.get(way, 0) + 1
+    for case in cases:
+        if case.figures:
+            way = f"{case.kind} {choose(table, case)}"
+            chosen[way] = chosen.get(way, 0) + 1
     lines = [
         [kind, way, costs.spread, chosen.get(f"{kind} {way}", 0)]
         for kind, of_kind in table.items()
@@ -236,6 +249,7 @@ def main() -> None:
             + ",\n".join(f'   "{way}": {json.dumps(list(costs))}' for way, costs in of.items())
             + "\n  }"
             for kind, of in table.items()
+            if of
         )
         names = json.dumps(list(Costs._fields))
         ways.TABLE.write_text(f'{{\n "names": {names},\n "costs": {{\n{text}\n }}\n}}\n')

@@ -1,5 +1,5 @@
-"""Time the forms that a launch may take, side by side: what the rules in Hopper's `support.py`,
-`chunks.py` and `choices.py` are chosen by, and what the costs in `ways.py` are fitted to.
+"""Time the ways that a launch may take, side by side: what the costs in `ways.py` are fitted to,
+and what the rules for packed sequences in Hopper's `support.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attention
 import run as gpu_run
@@ -30,16 +29,15 @@ import torch
 from draws import KINDS, Step, draw_steps
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import kernels
 from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
-from torch_paged_attn.backends.triton.tuning import Config, HopperConfig
-from torch_paged_attn.backends.triton.tuning import hopper as hopper_configs
+from torch_paged_attn.backends.triton.tuning import FORWARD, Config, HopperConfig
 
 MULTIPROCESSORS = 132
 EACH_SECONDS, MOST_ROUNDS, MOST_CALLS = 0.02, 5, 12
@@ -68,6 +66,10 @@ PORTABLE_8_BIT = (
 Plans = dict[str, Callable[[AttentionCall], Plan]]
 
 
+# tiles of Hopper's kernel, of few queries the second; a call refuses those that do not fit it
+TILES = ("low", "low small", "low large", "divided", "small", "tall", "three")
+TILES_OF_FEW = ("low", "low large", "divided")
+
 # pages of the draws that are taken: each size of a page is another kernel
 PAGES = (0, 1, 16, 64)
 FEW_QUERIES = ("decode", "speculation")
@@ -91,16 +93,15 @@ def is_in_question(step: Step, many: bool = False) -> bool:
     return step.kind == "encoder" or step.total_q <= MOST_QUERIES
 
 
-def on_hopper(form: Form, config: HopperConfig | None = None, heads: str = "") -> Any:
-    """A plan of Hopper's kernel. `heads` names what says how many share a tile."""
+def on_hopper(form: Form | None, config: HopperConfig | None = None) -> Any:
+    """A plan of Hopper's kernel, with tiles of its own if `config` is given."""
+    assert form is not None
+    return lambda call: hopper.plan_attention(call, config, form)
 
-    def plan(call: AttentionCall) -> Plan:
-        chosen = choices.choose_tiles(call, form)
-        packed = getattr(choices, heads)(call) if heads else chosen[1]
-        with mock.patch.object(choices, "choose_tiles", lambda *_: (config or chosen[0], packed)):
-            return hopper.plan_attention(call, form=form)
 
-    return plan
+def by_whole_tiles(call: AttentionCall) -> Plan:
+    """A plan of the portable kernel with a tile of queries for each program."""
+    return portable.plan_attention(call, splits=SplitPlan())
 
 
 def by_portable(block_m: int, config: tuple[int, ...], is_merged_by_all: bool) -> Any:
@@ -126,57 +127,18 @@ def plans_of(step: Step) -> Plans:
         return _of_encoders(width, Form(longest=longest))
     if step.kind in ("decode", "speculation"):
         return _of_few_queries(step, width, group)
-    found: Plans = {}
-    forms = {"listed": Form(), "numbered": Form(is_numbered=True), "dealt": Form(is_dealt=True)}
-    low = hopper_configs.choose_guessed_config(width)
-    for name, form in forms.items():
-        found[name] = on_hopper(form)
-        if step.kv_dtype == step.dtype:
-            found[f"{name} low"] = on_hopper(form, low, "whole_group")
-            if width <= 128:
-                narrow = hopper_configs.choose_narrow_config(width)
-                found[f"{name} narrow"] = on_hopper(form, narrow, "even_heads")
-                split = hopper_configs.choose_split_config(width)
-                found[f"{name} split"] = on_hopper(form, split, "whole_group")
-    found |= _of_8_bits(width) if step.kv_dtype != step.dtype else _of_tall_tiles(step, width)
-    if step.kind == "mixed":
-        found["both"] = mixed.plan_attention
-    return found
-
-
-def _of_8_bits(width: int) -> Plans:
-    """One consumer, tiles of few keys and of more."""
-    found: Plans = {"portable": portable.plan_attention}
-    for is_tall in (False, True)[: 2 if width == 128 else 1]:
-        low = hopper_configs.choose_guessed_8_bit_config(width, is_tall)
-        name = "low8 tall" if is_tall else "low8"
-        found[f"listed {name}"] = on_hopper(Form(), low, "whole_group")
-        found[f"numbered {name}"] = on_hopper(Form(is_numbered=True), low, "whole_group")
-    return found
-
-
-def _of_tall_tiles(step: Step, width: int) -> Plans:
-    """Two consumers, each with rows of its own; all heads of a group, or a power of two."""
-    is_copied = step.page_size in support.GATHERED
-    tall = hopper_configs.choose_hopper_config(width, 4096, True, False, is_copied)
-    return {
-        "listed tall whole": on_hopper(Form(), tall, "whole_group"),
-        "numbered tall whole": on_hopper(Form(is_numbered=True), tall, "whole_group"),
-        "listed tall even": on_hopper(Form(), tall, "even_heads"),
-    }
+    names = [f"{x} {tiles}" for x in ("numbered", "listed", "cut") for tiles in TILES]
+    return {x: on_hopper(kernels.named(x).form) for x in names} | {"portable whole": by_whole_tiles}
 
 
 def _of_encoders(width: int, turns: Form) -> Plans:
-    low = hopper_configs.choose_guessed_config(width)
-    tall = hopper_configs.choose_hopper_config(width, 4096, False, False)
-    stages = HopperConfig(KV_STAGES=2 if width == 128 else 3)
     return {
         "turns": on_hopper(turns),
-        "turns low": on_hopper(turns, low),
-        "turns tall": on_hopper(turns, tall),
-        "turns 128": on_hopper(turns, stages),
+        "turns low": on_hopper(turns, FORWARD["low"][width]),
+        "turns tall": on_hopper(turns, FORWARD["three" if width == 64 else "tall"][width]),
+        "turns 128": on_hopper(turns, FORWARD["tall"][width]),
         "listed": on_hopper(Form()),
-        "listed low": on_hopper(Form(), low, "whole_group"),
+        "listed low": on_hopper(Form(tiles="low")),
         "portable": lambda call: portable.plan_attention(call, longest=turns.longest),
     }
 
@@ -194,18 +156,8 @@ def _of_few_queries(step: Step, width: int, group: int) -> Plans:
                 if config[1] > 1:
                     found[f"{name} all"] = by_portable(block_m, config, True)
     if max(step.queries) * group <= support.BLOCK_M:
-        forms = {"listed": {}, "dealt": {"is_dealt": True}, "numbered": {"is_numbered": True}}
-        for name, options in forms.items():
-            form = Form(is_guessed=True, **options)
-            if is_8_bit:
-                for is_tall in (False, True)[: 2 if width == 128 else 1]:
-                    low = hopper_configs.choose_guessed_8_bit_config(width, is_tall)
-                    found[f"{name} tall" if is_tall else name] = on_hopper(form, low)
-                continue
-            found[name] = on_hopper(form, hopper_configs.choose_guessed_config(width))
-            if width <= 128:
-                split = hopper_configs.choose_split_config(width)
-                found[f"{name} divided"] = on_hopper(form, split)
+        names = [f"{x} {y}" for x in ("numbered", "cut", "dealt") for y in TILES_OF_FEW]
+        found |= {x: on_hopper(kernels.named(x).form) for x in names}
     return found
 
 
@@ -299,6 +251,9 @@ def measure(step: Step, fa3: Any, only: str = "") -> dict[str, Any]:
 
 def describe(step: Step) -> dict[str, Any]:
     """What rules may go by."""
+    lengths = {}
+    if step.kind not in FEW_QUERIES:
+        lengths["lengths"] = [*zip(step.queries, step.keys, strict=True)]
     return {
         "problem": str(step), "kind": step.kind,
         "heads": [step.num_heads, step.num_kv_heads, step.head_dim], "batch": step.batch,
@@ -306,6 +261,7 @@ def describe(step: Step) -> dict[str, Any]:
         "keys": [min(step.keys), sum(step.keys), max(step.keys)],
         "width": step.table_width, "page_size": step.page_size, "dtype": step.dtype,
         "kv_dtype": step.kv_dtype, "window": step.window,
+        **lengths,
     }  # fmt: skip
 
 

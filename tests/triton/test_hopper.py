@@ -321,20 +321,19 @@ def test_draft_tokens(problem, kind, compiler):
     """Few queries of a sequence, in the rows of one consumer. The other tiles: two consumers divide
     the keys, those of 8-bit keys are tall."""
     is_dealt, is_numbered, is_other = (kind.count(x) > 0 for x in ("dealt", "numbered", "other"))
-    with assume(HOPPER):
-        may_divide = support.may_divide(hopper_call(problem))
-    is_tall = is_other and problem.kv_dtype is not None
-    form = choices.Form(
-        is_guessed=True,
-        is_dealt=is_dealt,
-        is_numbered=is_numbered,
-        is_divided=is_other and may_divide,
-        is_tall=is_tall,
-    )
+    other = "divided" if problem.kv_dtype is None else "low large"
     with assume(HOPPER):
         call = hopper_call(problem, max_seqlen_k=64)
         assert flash_varlen.unsupported_on_hopper(call) is None
-        assert flash_varlen.way_of(call, 8) is not None or "longer" in problem.name
+        has_other = choices.unsupported_tiles(call, other) is None
+        form = choices.Form(
+            is_cut=True,
+            is_dealt=is_dealt,
+            is_numbered=is_numbered,
+            tiles=other if is_other and has_other else "low",
+        )
+        choice = flash_varlen.choose(call, 8)
+        assert choice.way is not None or "longer" in problem.name
     is_compiled = problem.name in COMPILED and kind in ("dealt", "listed other")
     assert_agrees(problem, form, compiler if is_compiled else None)
 
@@ -361,7 +360,7 @@ CUT = tuple(
 
 @pytest.mark.parametrize("problem", CUT, ids=lambda p: p.name)
 def test_pieces_are_added_up_by_all(problem, compiler):
-    form = choices.Form(is_mixed="mixed" in problem.name)
+    form = choices.Form(is_cut="mixed" in problem.name)
     with assume(HOPPER):
         call = hopper_call(problem)
         config, packed_heads = choices.choose_tiles(call, form)

@@ -1,19 +1,17 @@
 """Batches of long and short sequences: which kernel does what, and the results of both together."""
 
-import dataclasses
 import itertools
 
 import cross_compile
 import pytest
 import torch
 from covering import left_out
-from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+from hopper_calls import HAS_HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton import flash_varlen, mixed
+from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
-from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16
@@ -52,114 +50,6 @@ PROBLEMS = tuple(
 
 def tensors_of(call):
     return tuple(call.given_tensors().values())
-
-
-@pytest.mark.parametrize(
-    "seqs, longest, expected",
-    [
-        (STEP, 0, True),
-        (STEP, 300, True),
-        (STEP, 16, False),  # as the caller says
-        (DECODES, 0, False),
-        (((1, 70),), 0, False),
-        (((600, 0), (700, 0)), 0, False),
-        (((70, 9), (1, 9)), 0, False),  # nothing to share out
-        (((70, 3000), (1, 900)), 0, False),  # two are Hopper's alone,
-        (((1, 900),) * 4, 0, False),
-        (((3, 900), (1, 900)), 0, True),  # unless they have few queries
-    ],
-)
-def test_which_calls_are_mixed(seqs, longest, expected):
-    problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
-    with assume(HOPPER):
-        assert mixed.is_mixed(hopper_call(problem), longest) is expected
-
-
-@pytest.mark.parametrize(
-    ("longest_keys", "keys"), [(16384, 128), left_out(8192, 64), left_out(1 << 17, 64)]
-)
-def test_few_long_decodes_beside_a_chunk(longest_keys, keys):
-    """Tiles of chunks, if the caller says that contexts are long; a table as wide as engines have
-    them says nothing."""
-    seqs = ((1, 9000),) * 15 + ((600, 9000),)
-    problem = Problem("p", seqs, 28, 4, 128, dtype=bf16, page_size=16)
-    with assume(HOPPER):
-        table = torch.zeros(16, 1 << 13, dtype=torch.int32)
-        call = hopper_call(problem, block_table=table, max_seqlen_k=longest_keys)
-        form = flash_varlen.form_of(call, 0)
-        assert flash_varlen.kernels_of(call)[0] == "hopper" and form == choices.Form(is_mixed=True)
-        config, heads = choices.choose_tiles(call, form)
-        assert (heads, config.BLOCK_N, config.SPLITS_KEYS) == (7, keys, keys == 64)
-
-
-SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
-
-
-@pytest.mark.parametrize(
-    "options, longest_keys, expected",
-    [
-        (dict(), 900, (128, 8, 64, 2)),
-        (dict(), 2048, (128, 8, 64, 2)),
-        (dict(seqs=((500, 0), *SHORT_STEP)), 900, (128, 8, 64, 2)),  # more rows
-        (dict(), 2049, None),  # tiles may have to be cut
-        (dict(), 0, None),  # no hint
-        (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
-        (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 64, 2)),
-        (dict(seqs=((900, 0), *SHORT_STEP)), 900, None),  # products are most of it
-        (dict(window_size_left=127), 0, (128, 8, 64, 1)),
-        (dict(window_size_left=127, seqs=((900, 0), *SHORT_STEP)), 0, (128, 8, 64, 1)),
-        (dict(window_size_left=4095), 0, None),
-        (dict(num_heads=56), 900, (128, 7, 64, 2)),
-        (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 64, 2)),
-        (dict(num_heads=40), 900, (128, 5, 64, 2)),
-        (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 64, 2)),
-        (dict(page_size=1), 900, (128, 8, 128, 1)),
-        (dict(page_size=1, seqs=SHORT_STEP[:5] * 5 + SHORT_STEP[5:]), 900, None),
-        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, (128, 8, 64, 3)),  # more rows
-        (dict(head_dim=64), 900, (64, 8, 128, 2)),
-        (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
-        (dict(head_dim=64, window_size_left=127, seqs=((999, 0), *SHORT_STEP)), 0, (64, 8, 64, 2)),
-        (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
-        (dict(head_dim=64, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
-        (dict(head_dim=64, kv_dtype=torch.int8), 4096, None),
-        (dict(kv_dtype=torch.int8), 900, (128, 8, 64, 1)),
-        (dict(kv_dtype=torch.int8), 2048, None),
-        (dict(kv_dtype=torch.int8, window_size_left=127), 2048, (128, 8, 64, 1)),
-        (dict(num_heads=16, head_dim=256, kv_dtype=torch.int8), 900, (256, 2, 64, 1)),
-        (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),
-    ],
-)  # fmt: skip
-def test_which_batches_need_no_list(options, longest_keys, expected):
-    """By the hint of the longest sequence's keys: heads of a tile, its keys, and consumers."""
-    plain = dict(seqs=SHORT_STEP, num_heads=64, num_kv_heads=8, head_dim=128, page_size=16)
-    problem = Problem("p", **plain | options, dtype=bf16)
-    with assume(HOPPER):
-        call = dataclasses.replace(hopper_call(problem), max_seqlen_k=longest_keys)
-        # a table as wide as engines have them
-        table = call.block_table.new_zeros(call.batch, 1 << 13)
-        call = dataclasses.replace(call, block_table=table)
-        kernels, _ = flash_varlen.kernels_of(call)
-        form = flash_varlen.form_of(call, 0)
-        assert form.is_numbered is (expected is not None)
-        # a list of tiles, or two kernels
-        is_narrow = call.head_dim == 64 and "kv_dtype" in options
-        is_alone = call.window_size_left not in choices.SMALL and not is_narrow
-        assert (kernels == "hopper") is (is_alone or form.is_numbered)
-        if expected is not None:
-            config, heads = choices.choose_tiles(call, form)
-            assert form == choices.Form(is_numbered=True)
-            found = support.width_of(call.head_dim), heads, config.BLOCK_N, config.CONSUMERS
-            assert found == expected
-
-
-@pytest.mark.parametrize("queries, expected", [(300, (5, 1)), (9000, (1, 2))])
-def test_heads_and_consumers_of_a_tile(queries, expected):
-    """All heads of a group, and one consumer, where rows are few."""
-    problem = Problem("p", ((queries, 0), *DECODES), 40, 8, 128, dtype=bf16, page_size=16)
-    with assume(HOPPER):
-        call = hopper_call(problem)
-        config, heads = choices.choose_tiles(call, mixed.form_of(call))
-        assert (heads, config.CONSUMERS) == expected
 
 
 @pytest.mark.parametrize(
@@ -206,7 +96,7 @@ def test_compiles(problem, compiler):
 
 def plan_numbered(call):
     """Hopper's kernel alone, without a list of tiles."""
-    return hopper.plan_attention(call, form=choices.Form(is_numbered=True))
+    return hopper.plan_attention(call, form=choices.Form(is_numbered=True, tiles="low"))
 
 
 PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
@@ -239,10 +129,11 @@ def test_pieces_of_one_sequence(problem):
         sinks=problem.sinks,
     )  # fmt: skip
     call = hopper_call(problem, "cuda")
-    assert tiles.options_of(call, *choices.choose_tiles(call)).MOST_PARTS > 0
-    first = hopper.attend(call)
+    form = choices.Form(is_cut=True, tiles="low")
+    assert tiles.options_of(call, *choices.choose_tiles(call, form), form).MOST_PARTS > 0
+    first = hopper.attend(call, form=form)
     assert_accurate(*first, build(problem).truth())
-    again = hopper.attend(call)
+    again = hopper.attend(call, form=form)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

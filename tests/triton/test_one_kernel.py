@@ -53,14 +53,14 @@ def order_of_sums(problem):
         flash_varlen.refuse_other_bits(call)
     except NotImplementedError:
         return REFUSED
-    kernel, _ = flash_varlen.kernels_of(call)
-    if kernel == "hopper":
-        form = flash_varlen.form_of(call, 0)
+    choice = flash_varlen.choose(call)
+    if choice.kernel == "hopper":
+        form = choice.form
         options = tiles.options_of(call, *choices.choose_tiles(call, form), form)
-        return kernel, options.BLOCK_N, options.WIDTH, options.COLUMNS, options.STRETCH
+        return choice.kernel, options.BLOCK_N, options.WIDTH, options.COLUMNS, options.STRETCH
     traits = portable.traits_of(call, target_of(call.q.device))
     chosen = portable.choose_tiles(traits, call.total_q, call.batch, portable.key_bound(call))
-    return kernel, chosen.config, chosen.block_n, chosen.fixed_units
+    return choice.kernel, chosen.config, chosen.block_n, chosen.fixed_units
 
 
 @given(models())

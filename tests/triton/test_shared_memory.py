@@ -24,11 +24,11 @@ SLACK = 1024
 SEQS = {"guessed": ((5, 900), (8, 3000), (1, 70)), "chunks": ((300, 600), (130, 0))}
 FORMS = {
     "listed": ("chunks", Form()),
-    "beside": ("chunks", Form(short=8)),
-    "numbered": ("chunks", Form(is_numbered=True)),
+    "beside": ("chunks", Form(short=8, tiles="low")),
+    "numbered": ("chunks", Form(is_numbered=True, tiles="low")),
     "turns": ("chunks", Form(longest=128)),
-    "guessed": ("guessed", Form(is_guessed=True)),
-    "dealt": ("guessed", Form(is_guessed=True, is_dealt=True)),
+    "guessed": ("guessed", Form(is_cut=True, tiles="low")),
+    "dealt": ("guessed", Form(is_cut=True, is_dealt=True, tiles="low")),
 }
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 STORED = {"bf16": {}, "int8": dict(kv_dtype=i8), "fp8": dict(dtype=e4m3, kv_dtype=e4m3)}

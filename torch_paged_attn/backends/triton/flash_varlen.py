@@ -1,26 +1,25 @@
-"""`flash_varlen` on GPUs: which kernel, or which two, run a call."""
+"""`flash_varlen` on GPUs: which kernel runs a call."""
 
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import few_queries, mixed
+from torch_paged_attn.backends.triton import kernels
 from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import chunks, mla, support
-from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
+from torch_paged_attn.backends.triton.hopper import mla, support
+from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
 from torch_paged_attn.backends.triton.hopper.tiles import are_few_stretches
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
-from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.checks import refuse
@@ -28,34 +27,11 @@ from torch_paged_attn.ops.checks import refuse
 logger = logging.getLogger(__name__)
 
 
-def _plan_latent(call: AttentionCall, longest: int) -> Plan:
-    return mla.plan_attention(call, plan_attention(call))
-
-
-def _plan_hopper(call: AttentionCall, longest: int) -> Plan:
-    return flash_varlen_sm90.plan_attention(call, form=form_of(call, longest))
-
-
-def _plan_both(call: AttentionCall, longest: int) -> Plan:
-    return mixed.plan_attention(call)
-
-
-def _plan_portable(call: AttentionCall, longest: int) -> Plan:
-    return plan_attention(call, config=config_of(call, longest), longest=in_turns(call, longest))
-
-
-# kernels of a call -> their name in the log, and the function that plans the call
+# kernels of a call -> their name in the log
 SAID = {
     "hopper latent": "the Hopper kernel for latent attention",
     "hopper": "the Hopper kernel",
-    "hopper and portable": "the Hopper kernel and the portable one",
     "portable": "the portable kernel",
-}
-PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
-    "hopper latent": _plan_latent,
-    "hopper": _plan_hopper,
-    "hopper and portable": _plan_both,
-    "portable": _plan_portable,
 }
 
 # Plans are kept for each value of the hint max_seqlen_q up to MOST_SAID; more queries fill a tile
@@ -121,89 +97,48 @@ def unsupported_latent(call: AttentionCall) -> str | None:
     return reason
 
 
-def way_of(call: AttentionCall, longest: int) -> few_queries.Way | None:
-    """The way to run a call of few queries; None for other calls, mixed batches among them."""
-    runs = unsupported_on_hopper(call) is None
-    if runs and mixed.is_mixed(call, longest):
-        return None
-    return few_queries.way_of(call, longest, runs)
-
-
-def config_of(call: AttentionCall, longest: int) -> Config | None:
-    """The config of the portable kernel for a call of few queries; None: the table's."""
-    way = way_of(call, longest)
-    return None if way is None else way.config
-
-
-def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
-    """Why only the portable kernel runs a call; None if Hopper's does, or both. `longest`: the hint
-    max_seqlen_q, or 0.
+class Choice(NamedTuple):
+    """The kernel that runs a call: `"hopper latent"`, `"hopper"` or `"portable"`; why, if it is not
+    `"hopper"`; and how it runs it.
     """
-    reason = unsupported_on_hopper(call)
-    # batch-invariant: if two kernels shared a batch, bits would depend on the other sequences
-    if reason is not None or call.is_batch_invariant:
-        return reason
-    if mixed.is_mixed(call, longest):
-        return None
-    if (way := way_of(call, longest)) is not None:
-        return None if way.form is not None else "few queries are sooner done by it"
-    if support.are_few_short(call, longest):
-        return None
-    if support.is_short(call, longest):
-        return "sequences are short and few" if support.is_small(call) else None
-    if chunks.are_small_prompts(call):
-        return None
-    return support.unprofitable(call)
+
+    kernel: str
+    reason: str | None = None
+    form: Form = FORM  # of Hopper's kernel
+    way: kernels.Way | None = None  # by which it was chosen, of several
+    in_turns: int = 0  # for the portable kernel, as `longest` in `portable.attention`
 
 
-def in_turns(call: AttentionCall, longest: int) -> int:
-    """`longest` if tiles of a sequence are taken in turns (`seqlen_info.py`), else 0."""
-    if call.is_batch_invariant or unsupported_on_hopper(call) is not None:
-        return 0
-    if support.are_few_short(call, longest):
-        return 0
-    return longest if support.is_short(call, longest) else 0
-
-
-def form_of(call: AttentionCall, longest: int) -> Form:
-    """The form of Hopper's kernel for a batch that it runs alone."""
-    if call.is_batch_invariant:
-        is_few = support.is_few_rows(call)
-        return Form(is_guessed=is_few, is_numbered=is_few and are_few_stretches(call))
-    if mixed.is_mixed(call, longest):
-        if is_numbered(call):
-            return Form(is_numbered=True)
-        return Form(is_mixed=True)
-    way = way_of(call, longest)
-    if way is not None and way.form is not None:
-        return way.form
-    if chunks.are_few_chunks(call):
-        return Form(is_numbered=True)
-    are_few = support.are_few_short(call, longest)
-    return Form(longest=in_turns(call, longest), are_few=are_few)
-
-
-def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
-    """Which kernels run a call: `"hopper latent"`, `"hopper"`, `"portable"` or
-    `"hopper and portable"`. For the last two also why it is not `"hopper"`.
-    """
+def choose(call: AttentionCall, longest: int = 0) -> Choice:
+    """The kernel that runs a call. `longest`: the hint max_seqlen_q, or 0."""
     if unsupported_latent(call) is None:
-        return "hopper latent", None
-    reason = why_portable(call, longest)
+        return Choice("hopper latent")
+    reason = unsupported_on_hopper(call)
+    if (way := kernels.way_of(call, longest, reason)) is not None:
+        if way.form is not None:
+            return Choice("hopper", None, way.form, way)
+        return Choice("portable", reason or "it takes the least time, as estimated", way=way)
     if reason is not None:
-        return "portable", reason
-    if not call.is_batch_invariant and mixed.is_mixed(call, longest):
-        if is_numbered(call) or is_one_launch(call):
-            return "hopper", None
-        return "hopper and portable", "the batch may hold long and short sequences"
-    return "hopper", None
+        return Choice("portable", reason)
+    if call.is_batch_invariant:
+        if not support.is_few_rows(call):
+            return Choice("hopper")
+        is_numbered = are_few_stretches(call)
+        return Choice("hopper", form=Form(is_numbered=is_numbered, is_cut=True, tiles="low"))
+    if support.is_short(call, longest):
+        if support.is_small(call):
+            return Choice("portable", "sequences are short and few", in_turns=longest)
+        are_few = support.are_few_short(call)
+        return Choice("hopper", form=Form(tiles="low") if are_few else Form(longest=longest))
+    reason = support.unprofitable(call)
+    return Choice("hopper" if reason is None else "portable", reason)
 
 
 def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a call is an opaque node in graphs of torch.compile; None if its kernel is traced."""
     from torch._inductor import config
 
-    if kernels_of(call, longest)[0].startswith("hopper"):
+    if choose(call, longest).kernel != "portable":
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -319,15 +254,19 @@ class AttentionOp:
         return (*tensors[: self._hints], 0, reach, *tensors[self._hints :]), copied
 
     def _plan_checked(self, call: AttentionCall, longest: int) -> Plan:
-        if is_traced():
-            if why_opaque(call, longest) is not None:
-                return NotImplemented
-            return plan_attention(call, config=config_of(call, longest))
-        kernels, reason = kernels_of(call, longest)
-        paths.announce(self._name, "triton", kernels, reason or "")
-        because = f", because {reason}" if kernels == "portable" else ""
-        logger.debug("%s: %s%s", self._name, SAID[kernels], because)
-        return PLANS[kernels](call, longest)
+        if is_traced() and why_opaque(call, longest) is not None:
+            return NotImplemented
+        kernel, reason, form, way, in_turns = choose(call, longest)
+        if not is_traced():
+            paths.announce(self._name, "triton", kernel, reason or "")
+            because = f", because {reason}" if kernel == "portable" else ""
+            logger.debug("%s: %s%s", self._name, SAID[kernel], because)
+        if kernel == "hopper":
+            return flash_varlen_sm90.plan_attention(call, form=form)
+        config, splits = (None, None) if way is None else (way.config, way.splits)
+        in_turns = 0 if is_traced() else in_turns
+        plan = plan_attention(call, config=config, splits=splits, longest=in_turns)
+        return mla.plan_attention(call, plan) if kernel == "hopper latent" else plan
 
 
 flash_varlen = AttentionOp("flash_varlen", check_attention)

@@ -5,10 +5,7 @@ fast as the memory, runs the others; if these are very little work, Hopper's ker
 The device decides this from the lengths (`hopper/piece_plan.py`), which the host does not know. The
 second kernel starts while the first one still runs, and ends after it.
 
-Two kernels are used for batches with windows of up to 1024 keys, or with any window over 8-bit
-caches; for many decodes with wide heads; and for 8-bit caches with wide or narrow heads. Other
-mixed batches run on Hopper's kernel alone (`is_one_launch` in `hopper/choices.py`), and so do those
-with few keys (`is_numbered`): the decision takes 6 to 8 us, and a second kernel some more.
+No call takes two kernels by itself: in none of 32 measured batches were they the fastest way.
 """
 
 from typing import Any
@@ -17,21 +14,11 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-
-# with more queries per sequence on average, short sequences cost less than a second launch
-MOST_MEAN = 512
-
-# up to so many sequences run on Hopper's kernel alone: short ones cost less than the decision
-MOST_ALONE = 4
-
-# with block tables for fewer keys than this, two kernels are not worth it
-LEAST_KEYS = 256
 
 
 def most_queries(call: AttentionCall) -> int:
@@ -39,24 +26,9 @@ def most_queries(call: AttentionCall) -> int:
     return max(BLOCK_M // call.group_size, 1)
 
 
-def is_mixed(call: AttentionCall, longest: int) -> bool:
-    """Whether a call that Hopper's kernel supports may have long and short sequences. `longest`:
-    the hint max_seqlen_q, or 0.
-    """
-    if call.block_table is None or call.layout is not None or call.total_q <= call.batch:
-        return False
-    if call.batch == 1 or call.total_q > MOST_MEAN * call.batch:
-        return False
-    if call.batch <= MOST_ALONE and support.unprofitable(call) is None:
-        return False
-    if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
-        return False
-    return not 0 < longest <= most_queries(call)
-
-
 def form_of(call: AttentionCall) -> Form:
     """The form of Hopper's kernel beside the portable one."""
-    return Form(short=most_queries(call))
+    return Form(short=most_queries(call), tiles="low")
 
 
 def plan_attention(call: AttentionCall) -> Plan:

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import kernels
 from torch_paged_attn.backends.triton.flash_varlen import (
-    config_of,
-    form_of,
-    in_turns,
-    kernels_of,
+    Choice,
+    choose,
     refuse_other_bits,
     said_of_longest,
     said_of_reach,
+    unsupported_on_hopper,
     with_aligned_copies,
 )
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
@@ -39,7 +38,6 @@ from torch_paged_attn.backends.triton.runtime.target import (
     assumed,
     target_of,
 )
-from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.paths import Path
@@ -153,34 +151,30 @@ def _attention(call: AttentionCall) -> Path:
     call = dataclasses.replace(call, max_seqlen_k=said_of_reach(call.max_seqlen_k, is_packed))
     call, _ = with_aligned_copies(call)
     refuse_other_bits(call)
-    kernels, reason = kernels_of(call, longest)
-    turns = in_turns(call, longest)
+    choice = choose(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
-    workspace: int | None = 0
-    if kernels == "hopper latent":
+    if ranking := kernels.ranking(call, longest, unsupported_on_hopper(call)):
+        details["microseconds"] = ranking
+    workspace: int | None
+    if choice.kernel == "hopper latent":
         details["hopper"], workspace = _latent(call)
         reason = "one KV head whose values are columns of its keys; elsewhere, portable"
-        return Path("triton", kernels, reason, details, workspace)
-    is_beside = kernels == "hopper and portable"
-    if kernels != "portable":
-        form = mixed.form_of(call) if is_beside else form_of(call, longest)
-        found, more = _hopper(call, form)
+        return Path("triton", choice.kernel, reason, details, workspace)
+    if choice.kernel == "hopper":
+        details["hopper"], workspace = _hopper(call, choice.form)
         # the size of the lists of blocks is not known here
-        details["hopper"], workspace = found, more if call.layout is None else None
-    if kernels != "hopper":
-        config = None if is_beside else config_of(call, longest)
-        details["portable"], more = _portable(call, is_beside, turns, config)
-        workspace = more if workspace is None else workspace + more
-    return Path("triton", kernels, reason or "its tiles are full", details, workspace)
+        workspace = workspace if call.layout is None else None
+    else:
+        details["portable"], workspace = _portable(call, choice)
+    return Path("triton", choice.kernel, choice.reason or "its tiles are full", details, workspace)
 
 
-def _portable(
-    call: AttentionCall, is_beside: bool, longest: int, config: Config | None
-) -> tuple[dict[str, Any], int]:
+def _portable(call: AttentionCall, choice: Choice) -> tuple[dict[str, Any], int]:
     """Tiles of the portable kernel, and the bytes of its partial results and counters."""
     traits = portable.traits_of(call, target_of(call.q.device))
     sizes = call.total_q, call.batch, portable.key_bound(call)
-    tiles = portable.choose_tiles(traits, *sizes, config, is_beside=is_beside, longest=longest)
+    config, splits = (None, None) if choice.way is None else (choice.way.config, choice.way.splits)
+    tiles = portable.choose_tiles(traits, *sizes, config, splits, longest=choice.in_turns)
     found = {
         "queries_per_tile": tiles.tokens,
         "heads_per_tile": tiles.pack,

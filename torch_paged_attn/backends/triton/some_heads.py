@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
-from torch_paged_attn.backends.triton.flash_varlen import form_of, kernels_of, said_of_longest
+from torch_paged_attn.backends.triton.flash_varlen import choose, said_of_longest
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
@@ -36,9 +36,10 @@ def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
     named: dict[str, Any] = dict(zip(TENSORS, inputs, strict=True))
     call = AttentionCall(OP, **named, **options)
     assert out is not None and lse is not None
-    if call.total_q == 0 or kernels_of(call, longest)[0] != "hopper":
+    choice = choose(call, longest)
+    if call.total_q == 0 or choice.kernel != "hopper":
         return lambda tensors, addresses: False
-    start = hopper.plan_launches(call, out, form=form_of(call, longest))
+    start = hopper.plan_launches(call, out, form=choice.form)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> bool:
         *own, out, lse = tensors

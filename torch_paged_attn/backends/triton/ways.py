@@ -1,9 +1,11 @@
-"""The fastest way to run sequences of few queries in pages on Hopper: decodes and guessed tokens.
+"""The fastest way to run queries of sequences in pages on Hopper: decodes, draft tokens, chunks of
+prompts, and batches of long and short sequences.
 
-There are some ways to run a batch of them: the portable kernel, with one of a few tiles, or
-Hopper's kernel, in one of its forms. How long each takes is estimated from sizes and a few costs,
-and the shortest estimate wins. The costs are fitted to measurements of drawn serving steps
-(`benchmarks/gpu/fit_ways.py`) and lie in `tuning/tables/sm90_ways.json`.
+There are some ways to run a batch of them: the portable kernel, with one of a few tiles, whole or
+with keys that programs share, or Hopper's kernel, by one of its schedules with one of its tiles.
+How long each takes is estimated from sizes and a few costs, and the shortest estimate wins. The
+costs are fitted to measurements of drawn serving steps (`benchmarks/gpu/fit_ways.py`) and are in
+`tuning/tables/sm90_ways.json`.
 
 The host does not know the lengths of sequences. It knows how many there are, and an upper bound of
 their keys if the caller gives one; an estimate is the geometric mean over guesses of the lengths.
@@ -24,10 +26,16 @@ TABLE = TABLES / "sm90_ways.json"
 
 # bytes of memory that an H200 reads in a microsecond, and multiprocessors that costs are fitted for
 BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
+# bytes of the chip's cache that all tiles read in a microsecond
+CACHE_BANDWIDTH = 5.5e6
 # keys per tile that the costs of Hopper's kernel refer to, whatever its tile really is
 HOPPER_KEYS = 128
 # how much less a further part costs where several programs add up parts, some columns each
 SHARED_GAIN = 16
+# keys of a tile that the cost of one refers to, where tiles have any number
+TILE_KEYS = 128
+# the smallest piece of a tile, in tiles of keys
+LEAST_PIECE = 1.5
 # the fewest keys of a sequence in a guess of lengths
 LEAST_KEYS = 64
 # how much of a way's usual error is added to its estimates: of two ways with equal estimates, the
@@ -35,19 +43,35 @@ LEAST_KEYS = 64
 CAUTION = 0.2
 
 
+class Tile(NamedTuple):
+    """A tile of queries, and the keys that are multiplied with it at a time."""
+
+    tokens: int
+    rows: int
+    heads: int  # tiles that all heads of these tokens take
+    keys: int
+    resident: int = 1  # programs of a multiprocessor
+
+
 class Shape(NamedTuple):
-    """What is known of a batch of sequences with few queries."""
+    """What is known of a batch."""
 
     batch: int
     total_q: int
     num_kv_heads: int
     group_size: int
-    queries: int  # of the longest sequence
+    queries: int  # of the longest sequence, if these are few: all fit into a tile; else 0
     longest: int  # the most keys of a sequence, an upper bound
     window: int  # keys before its own that a query sees; -1: all
     key_bytes: int  # of a key and its value, of one head
     is_copied: bool  # pages are so small that their rows are loaded one by one
     columns: int  # of a result's row
+    # the ways that can run it, each with its tiles if queries are many
+    tiles: tuple[tuple[str, Tile | None], ...]
+
+    @property
+    def is_few(self) -> bool:
+        return self.queries > 0
 
     @property
     def rows(self) -> int:
@@ -56,10 +80,14 @@ class Shape(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """A guess of how many keys the sequences have: the mean and the largest number."""
+    """A guess of how many keys sequences have, the mean and the largest number; of so many of
+    them, with so many queries each.
+    """
 
     mean: float
     longest: float
+    sequences: float = 1.0
+    queries: float = 1.0
 
 
 class Costs(NamedTuple):
@@ -70,13 +98,13 @@ class Costs(NamedTuple):
     unit: float  # a tile of keys
     load: float  # a factor on `unit`, less one, where programs are as many as run at a time
     odd: float  # the same, where rows of a tile are no power of two
-    tall: float  # the same, where they are more than eight
+    tall: float  # the same, where they are more than eight; of many queries, for each 64 rows
     copied: float  # the same, where pages are so small that rows are loaded one by one
     memory: float  # a factor on the time in which memory is read
     first_part: float  # a tile of queries whose keys several programs share
     part: float  # each further one of them, for 8 rows (portable) or 32 (Hopper's)
     tile: float  # each tile of queries of a program
-    window: float  # a call with a window
+    window: float  # a call with a window; of many queries, a factor on `unit`, less one
     spread: float  # a number: how far estimates are off, of the logarithm
 
 
@@ -88,6 +116,7 @@ class Division(NamedTuple):
     rows: float  # of a part, in units of `Costs.part`
     tiles: float  # tiles of queries of a program
     load: float = 0.0  # programs, of those that run at a time
+    reads: float = 0.0  # keys of all tiles of queries, where these are many
 
 
 def parse(way: str) -> Config:
@@ -105,61 +134,119 @@ def is_portable(way: str) -> bool:
 
 @functools.cache
 def ways() -> dict[str, dict[str, Costs]]:
-    """Kind -> the ways and their costs. A kind is head_dim and the bytes of a key's number, such as
-    "d128/b2".
+    """Kind -> the ways and their costs. A kind says whether queries of all sequences are few or
+    many, the width of a head, and the bytes of a key's number, such as "few/d128/b2".
     """
     table = json.loads(TABLE.read_text())
     return {kind: {way: Costs(*x) for way, x in of.items()} for kind, of in table["costs"].items()}
 
 
-def guesses(shape: Shape) -> list[Lengths]:
-    """The guesses: all lengths are alike, or their logarithms are uniform up to the longest."""
-    longest = shape.longest
+def guesses(shape: Shape) -> list[tuple[Lengths, ...]]:
+    """The guesses, each of which divides the sequences: all lengths are alike, or their logarithms
+    are uniform up to the longest. Where queries are many, all sequences have as many of them, or as
+    few as can have all but one of each other.
+    """
+    longest, batch = shape.longest, shape.batch
     means = [0.95 * longest, (longest - LEAST_KEYS) / math.log(max(longest / LEAST_KEYS, 1.02))]
-    found = [Lengths(max(mean, LEAST_KEYS), longest) for mean in means]
-    found = [Lengths(longest, longest)] if shape.batch == 1 else found
-    if shape.window < 0:
-        return found
-    most = shape.window + shape.queries
-    return [Lengths(min(x.mean, most), min(x.longest, most)) for x in found]
+    means = [longest] if batch == 1 else [max(mean, LEAST_KEYS) for mean in means]
+    if shape.is_few:
+        most = shape.window + shape.queries if shape.window >= 0 else math.inf
+        each = shape.total_q / batch
+        return [(Lengths(min(x, most), min(longest, most), batch, each),) for x in means]
+    # one of them has the longest
+    means = [(longest + (batch - 1) * mean) / batch for mean in means]
+    found: list[tuple[tuple[float, float], ...]] = [((batch, shape.total_q / batch),)]
+    # no sequence has more queries than keys
+    long = max(math.ceil((shape.total_q - batch) / longest), 1)
+    if long < batch:
+        found.append(((batch - long, 1), (long, (shape.total_q - batch) / long + 1)))
+    return [
+        tuple(Lengths(max(mean, n), max(longest, n), count, n) for count, n in parts)
+        for mean in means
+        for parts in found
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_way(kind: str, shape: Shape, allowed: frozenset[str] | None = None) -> str:
-    """The way with the shortest estimate, of those that are `allowed`. `kind`: as in `ways`."""
-    return min(
-        (way for way in ways()[kind] if allowed is None or way in allowed),
-        key=lambda way: score(way, ways()[kind][way], shape),
-    )
+def choose_way(kind: str, shape: Shape) -> str:
+    """The way with the shortest estimate, of those of the shape. `kind`: as in `ways`."""
+    costs = ways()[kind]
+    return min((way for way, _ in shape.tiles), key=lambda way: score(way, costs[way], shape))
 
 
 def score(way: str, costs: Costs, shape: Shape) -> float:
     """The logarithm of an estimate, the higher the less sure it is."""
-    found = [math.log(estimate(way, costs, shape, lengths)) for lengths in guesses(shape)]
+    found = [math.log(estimate(way, costs, shape, guess)) for guess in guesses(shape)]
     return sum(found) / len(found) + CAUTION * costs.spread
 
 
 def estimate(
-    way: str, costs: Costs, shape: Shape, lengths: Lengths, bandwidth: float = BANDWIDTH
+    way: str,
+    costs: Costs,
+    shape: Shape,
+    guess: tuple[Lengths, ...],
+    bandwidth: float = BANDWIDTH,
 ) -> float:
     """Microseconds of a launch. `bandwidth`: bytes in a microsecond."""
-    tiles = shape.batch * shape.num_kv_heads
-    if is_portable(way):
-        division = _divide(parse(way), shape, lengths)
-    elif way.startswith("numbered"):
-        division = _number(tiles, lengths)
+    unit = costs.unit * (1.0 + costs.copied * shape.is_copied)
+    if (tile := dict(shape.tiles)[way]) is not None:
+        unit *= tile.keys / TILE_KEYS * (1.0 + costs.tall * tile.rows / 64)
+        unit *= 1.0 + costs.window * (shape.window >= 0)
+        division = _divide_tiles(way, tile, shape, guess)
     else:
-        division = _share(tiles, shape, lengths)
-    unit = costs.unit * (1.0 + costs.load * division.load)
-    rows = next_power_of_2(shape.rows)
-    unit *= 1.0 + costs.odd * (rows != shape.rows) + costs.tall * (rows > 8)
-    unit *= 1.0 + costs.copied * shape.is_copied
-    memory = costs.memory * tiles * lengths.mean * shape.key_bytes / bandwidth
+        rows = next_power_of_2(shape.rows)
+        unit *= 1.0 + costs.odd * (rows != shape.rows) + costs.tall * (rows > 8)
+        division = _divide_few(way, shape, guess[0])
+    unit *= 1.0 + costs.load * division.load
+    keys = sum(x.sequences * _seen(x.mean, x.queries, shape) for x in guess)
+    memory = max(keys * shape.num_kv_heads / bandwidth, division.reads / CACHE_BANDWIDTH)
+    memory *= costs.memory * shape.key_bytes
     merging = costs.first_part * min(division.parts, 1.0)
     merging += costs.part * division.parts * division.rows
     beginning = costs.start + costs.per_doubling * math.log2(1 + shape.batch)
-    beginning += costs.tile * division.tiles + costs.window * (shape.window >= 0)
+    beginning += costs.tile * division.tiles
+    beginning += costs.window * (shape.window >= 0 and shape.is_few)
     return beginning + max(division.units * unit, memory) + merging
+
+
+def _seen(keys: float, queries: float, shape: Shape) -> float:
+    """How many of its keys so many neighbouring queries of a sequence see."""
+    return min(keys, shape.window + queries) if shape.window >= 0 else keys
+
+
+def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
+    """Sequences of many queries: tiles of queries, of which later ones see more keys."""
+    count = units = longest = 0.0
+    for x in guess:
+        tokens = min(tile.tokens, x.queries)
+        tiles = math.ceil(x.queries / tile.tokens)
+        # the last tile of a sequence sees all keys, the first one those before its own queries
+        seen = _seen(max(x.mean - (x.queries - tokens) / 2, 1.0), tokens, shape)
+        most = math.ceil(_seen(x.longest, tokens, shape) / tile.keys)
+        each = most if tiles == 1 and x.sequences == 1 else max(seen / tile.keys + 0.5, 1.0)
+        count += x.sequences * tiles * tile.heads
+        units += x.sequences * tiles * tile.heads * each
+        longest = max(longest, most)
+    slots = MULTIPROCESSORS * tile.resident
+    rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
+    parts, piece = 0.0, max(longest, share)
+    if way.startswith("numbered"):
+        rounds = math.ceil(rounds)
+        piece = longest + (rounds - 1) * units / count
+    elif way.startswith("cut"):
+        piece = max(share, min(LEAST_PIECE, longest))
+        parts = min(max(longest / piece - 1, 0.0), MULTIPROCESSORS)
+    return Division(piece, parts, tile.rows / 32, rounds, load, units * tile.keys)
+
+
+def _divide_few(way: str, shape: Shape, lengths: Lengths) -> Division:
+    """Sequences whose queries fit into one tile."""
+    tiles = shape.batch * shape.num_kv_heads
+    if is_portable(way):
+        return _divide(parse(way), shape, lengths)
+    if way.startswith("numbered"):
+        return _number(tiles, lengths)
+    return _share(tiles, shape, lengths)
 
 
 def _tiles_of_keys(keys: int, shape: Shape, lengths: Lengths) -> tuple[float, int]:
@@ -212,7 +299,7 @@ def _number(tiles: int, lengths: Lengths) -> Division:
 def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:
     """Hopper's kernel: keys are cut, by a list of tiles or in equal shares, if that ends sooner."""
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
-    share = max(tiles * mean / MULTIPROCESSORS, min(1.5, longest))
+    share = max(tiles * mean / MULTIPROCESSORS, min(LEAST_PIECE, longest))
     parts = min(max(longest / share - 1, 0.0), MULTIPROCESSORS)
     rows = min(shape.queries * shape.group_size, 64) / 32
     return Division(share, parts, rows, max(tiles / MULTIPROCESSORS, 1.0))

@@ -33,13 +33,8 @@ LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # waves of tiles of keys in pages, from which on no tile is cut
 MOST_WAVES = 4
 
-# windows of few tiles of keys
-NARROW = range(512)
 # windows of some tiles of keys
 SMALL = range(1025)
-# keys up to which tiles of few rows may be better
-MOST_NEAR = 8192
-
 # bytes of keys and values that stay in the chip's cache while several waves of tiles read them
 IN_CACHE = 40 << 20
 
@@ -53,9 +48,6 @@ IN_16_BITS = (torch.bfloat16, torch.float16)
 IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # sizes of pages whose rows are copied
 GATHERED = (1, 2, 4, 8)
-
-# keys of the longest sequence from which on 8-bit tiles are taller
-LEAST_TALL = 4096
 
 # mean queries of batches that are mostly chunks of prompts, however many decodes there may be
 MOSTLY_CHUNKS = 128
@@ -202,13 +194,6 @@ def reach_of(call: AttentionCall) -> int:
     return min(reach, call.window_size_left + BLOCK_M) if is_bound(call.window_size_left) else reach
 
 
-def may_divide(call: AttentionCall) -> bool:
-    """Whether two consumers can have the same rows, and each every other tile of keys: see
-    `split_keys.py`."""
-    is_plain = call.block_table is not None and call.layout is None and not converts(call)
-    return is_plain and not call.is_batch_invariant and width_of(call.head_dim) <= 128
-
-
 def is_short(call: AttentionCall, longest: int) -> bool:
     """Whether all sequences of a batch are short, `longest` tokens at most, so that their tiles
     need no list: which program takes which tile follows from shapes.
@@ -231,13 +216,12 @@ def is_small(call: AttentionCall) -> bool:
     return is_few or (call.group_size == 1 and length <= BLOCK_M)
 
 
-def are_few_short(call: AttentionCall, longest: int) -> bool:
-    """Whether all sequences are short, but so few that tiles of one consumer, in a list, are faster
-    than those that programs take in turns."""
-    if not is_short(call, longest) or is_small(call) or call.batch > MOST_LISTED:
-        return False
+def are_few_short(call: AttentionCall) -> bool:
+    """Whether short sequences are so few that tiles of one consumer, in a list, are faster than
+    those that programs take in turns."""
     rows = call.total_q * call.num_heads
-    return rows <= 2 * BLOCK_M * target_of(call.q.device).multiprocessors
+    is_one_wave = rows <= 2 * BLOCK_M * target_of(call.q.device).multiprocessors
+    return call.batch <= MOST_LISTED and is_one_wave
 
 
 def has_few_tiles(call: AttentionCall) -> bool:
@@ -257,12 +241,6 @@ def keys_stay(call: AttentionCall) -> bool:
     of_key = call.num_kv_heads * (call.head_dim + call.head_dim_v) * call.k.itemsize
     sequences = 1 if call.block_table is None else call.batch
     return sequences * reach_of(call) * of_key <= IN_CACHE
-
-
-def are_far(call: AttentionCall) -> bool:
-    """Whether sequences have so many keys, by shapes and hints, that reading them for few rows at a
-    time takes longer than products."""
-    return reach_of(call) > MOST_NEAR
 
 
 def _are_few(call: AttentionCall) -> bool:

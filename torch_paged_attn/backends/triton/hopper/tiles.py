@@ -99,11 +99,14 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
 def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     """How many pieces of tiles there may be, unless keys are dealt out."""
     # pieces are merged on the way to a result of 16 bits
-    if form.longest or call.result_dtype == torch.float32:
+    if call.result_dtype == torch.float32:
         return 0
-    if form.is_numbered:
-        return _most_units(call) if call.is_batch_invariant else 0
-    parts = most_parts(call, form.short > 0 or form.is_guessed or form.is_mixed)
+    if form.is_numbered and call.is_batch_invariant:
+        return _most_units(call)
+    is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
+    if is_whole and not form.short:
+        return 0
+    parts = most_parts(call, form.short > 0 or form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
 
 
@@ -140,8 +143,8 @@ def shares_parts(call: AttentionCall, parts: int, form: Form) -> bool:
     if parts == 0 or form.short:
         return False
     if call.is_batch_invariant:
-        return form.is_guessed
-    if form.is_guessed or form.is_mixed or width_of(call.head_dim_v) == 256:
+        return form.is_cut
+    if form.is_cut or width_of(call.head_dim_v) == 256:
         return True
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     return SHARING_TILES * tiles <= target_of(call.q.device).multiprocessors

@@ -238,9 +238,10 @@ def choose_tiles(
         busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
         rows = next_power_of_2(tokens * pack)
-        tall = rows if config.num_warps <= MOST_FEW_WARPS and rows > MOST_LOW_ROWS else 0
-        of_decode = config.BLOCK_M <= 64, tall
-        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, *of_decode)
+        is_decode = config.BLOCK_M <= 64
+        is_slow = config.num_warps <= MOST_FEW_WARPS or not is_decode
+        tall = rows if is_slow and rows > MOST_LOW_ROWS else 0
+        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, is_decode, tall)
     # units are counted in 32 bits on the device
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)

@@ -1,6 +1,7 @@
 """Tile sizes of Hopper's kernels, by head_dim and sequence lengths."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,91 +28,79 @@ class HopperConfig:
     SPLITS_KEYS: bool = False
 
 
-def choose_hopper_config(
-    width: int, mean_length: int, is_causal: bool, has_layout: bool, is_copied: bool = False
-) -> HopperConfig:
-    """The configuration of ordinary calls. `width`: head_dim rounded up to 64, 128 or 256, as in
-    shared memory; `is_copied`: producers copy rows of keys instead of using TMA.
-    """
-    if width == 256:
-        registers = 224 if is_copied else 232
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=registers, PINGPONG=False)
-    stages = 2 if width == 128 else 3
-    if is_copied:
-        # copied rows take longer to arrive than TMA boxes, so there are more stages
-        return HopperConfig(KV_STAGES=stages + 1, Q_STAGES=1 if width == 128 else 2)
-    # a third consumer hides more of the exponentials. But its tiles extend further past a causal
-    # diagonal, and their 192 rows are not a power of two, as blocks of a layout are
-    if width == 64 and not has_layout and (not is_causal or mean_length >= 4096):
-        return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=stages)
-    # with a layout, producers need registers to read the lists
-    return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
+def _table() -> dict[str, dict[int, HopperConfig]]:
+    """Name -> width of a head in shared memory (64, 128 or 256) -> the configuration."""
+    of = HopperConfig
+    # one consumer: more tiles, for few queries; as many stages of keys as fit
+    low: dict[str, Any] = dict(CONSUMERS=1, REGISTERS=240, PINGPONG=False)
+    low_8_bit = low | dict(REGISTERS=216)
+    wide: dict[str, Any] = dict(BLOCK_N=64, Q_STAGES=1, PINGPONG=False)
+    # a third consumer hides more of the exponentials, or shares rows that are copied. But its tiles
+    # extend further past a causal diagonal, and their 192 rows are not a power of two
+    three: dict[str, Any] = dict(CONSUMERS=3, REGISTERS=160)
+    return {
+        "low": {
+            64: of(**low, KV_STAGES=6),
+            128: of(**low, KV_STAGES=3),
+            256: of(**low | wide, KV_STAGES=3),
+        },
+        # small tiles of keys, of which less is masked
+        "low small": {x: of(**low, BLOCK_N=64, KV_STAGES=6) for x in (64, 128)},
+        "small": {
+            64: of(BLOCK_N=64, Q_STAGES=4, KV_STAGES=6),
+            128: of(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4),
+        },
+        "divided": {
+            64: of(2, 128, 4, 2, 208, False, SPLITS_KEYS=True),
+            128: of(2, 64, 4, 2, 208, False, SPLITS_KEYS=True),
+        },
+        "tall": {64: of(KV_STAGES=3), 128: of(KV_STAGES=2), 256: of(**wide)},
+        "three": {64: of(**three, KV_STAGES=3)},
+        # producers need registers to read the lists of a layout
+        "layout": {
+            64: of(REGISTERS=216, KV_STAGES=3),
+            128: of(REGISTERS=216, KV_STAGES=2),
+            256: of(**wide),
+        },
+        # rows of keys are copied, and take longer to arrive than boxes: more stages, small tiles
+        "tall, copied": {
+            64: of(KV_STAGES=4),
+            128: of(BLOCK_N=64, KV_STAGES=5),
+            256: of(**wide, REGISTERS=224),
+        },
+        "three, copied": {
+            64: of(**three, BLOCK_N=64, KV_STAGES=6, Q_STAGES=1),
+            128: of(**three, BLOCK_N=64, KV_STAGES=5, Q_STAGES=1),
+        },
+        # the same with as many keys at a time as where they are not copied
+        "invariant, copied": {
+            64: of(KV_STAGES=4),
+            128: of(KV_STAGES=3, Q_STAGES=1),
+            256: of(**wide, REGISTERS=224),
+        },
+        # warps that convert keys and values need registers, too, and their tiles shared memory
+        "low, 8 bits": {
+            64: of(**low_8_bit, KV_STAGES=4),
+            128: of(**low_8_bit, BLOCK_N=64, KV_STAGES=4),
+            256: of(**low_8_bit | wide, KV_STAGES=1),
+        },
+        "low large, 8 bits": {128: of(**low_8_bit, Q_STAGES=1)},
+        "tall, 8 bits": {
+            64: of(Q_STAGES=1, REGISTERS=208),
+            128: of(Q_STAGES=1, REGISTERS=208),
+            256: of(**wide, KV_STAGES=1, REGISTERS=208),
+        },
+        "tall, float8": {
+            64: of(REGISTERS=208),
+            128: of(REGISTERS=208),
+            256: of(**wide, REGISTERS=208),
+        },
+        # packed sequences whose tiles are taken in turns
+        "turns": {64: of(KV_STAGES=3), 128: of(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)},
+    }
 
 
-def choose_copied_config(width: int, consumers: int = 2) -> HopperConfig:
-    """Where producers copy rows of keys for tiles of many rows: small tiles of keys, of which more
-    are on their way."""
-    if consumers == 3:
-        stages = 6 if width == 64 else 5
-        return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, CONSUMERS=3, REGISTERS=160)
-    return HopperConfig(BLOCK_N=64, KV_STAGES=5)
-
-
-def choose_short_config(width: int, rows: int = 0) -> HopperConfig:
-    """The configuration for short sequences whose tiles are taken in turns. `rows`: the mean number
-    of rows of a sequence, over all heads that share a tile.
-    """
-    if width == 64 and -(-rows // 192) * 192 < -(-rows // 128) * 128:
-        return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=3)  # fewer rows are unused
-    if width == 64:
-        return HopperConfig(KV_STAGES=3)
-    return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
-
-
-def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
-    """The configuration for 8-bit keys and values, with float8 or 16-bit queries. The warps that
-    convert keys and values need registers, too.
-    """
-    if width == 256:
-        stages = 2 if is_float8 else 1
-        return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
-    return HopperConfig(Q_STAGES=2 if is_float8 else 1, REGISTERS=208)
-
-
-def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
-    """The configuration with one consumer, if its rows are enough for all queries of a sequence, or
-    if there are few tiles. It has as many stages of keys as fit. `is_narrow`: with small tiles of
-    keys.
-    """
-    stages = {64: 6, 128: 3, 256: 3}[width]
-    queries = 1 if width == 256 else 2
-    keys = 64 if width == 256 else 128
-    if is_narrow:
-        keys, stages = 64, 6
-    return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
-
-
-def choose_split_config(width: int) -> HopperConfig:
-    """The same with two consumers, each with every other tile of keys. `width`: 64, 128."""
-    return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 208, False, SPLITS_KEYS=True)
-
-
-def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
-    """The same for 8-bit keys and values, with fewer stages, because the converted tiles need
-    shared memory. `is_tall`: with large tiles, for many keys.
-    """
-    if width == 256:
-        return HopperConfig(1, 64, 1, 1, 216, PINGPONG=False)
-    if width == 128 and is_tall:
-        return HopperConfig(1, 128, 2, 1, 216, PINGPONG=False)
-    return HopperConfig(1, 128 if width == 64 else 64, 4, 2, 216, PINGPONG=False)
-
-
-def choose_narrow_config(width: int) -> HopperConfig:
-    """The configuration for narrow windows: small tiles of keys, of which less is masked."""
-    if width == 64:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=4, KV_STAGES=6)
-    return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
+FORWARD = _table()
 
 
 @dataclasses.dataclass(frozen=True)
