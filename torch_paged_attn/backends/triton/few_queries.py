@@ -42,9 +42,10 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         return None
     if queries * call.group_size > BLOCK_M or call.q.itemsize > 2:
         return None
-    if has_numbers_apart(call):
-        # their costs are not known; with those of 8 bits alone, a decode of 32 sequences of 8192
-        # keys would take 4 warps, and 192 us instead of 140
+    is_low = queries * call.group_size <= MOST_PORTABLE
+    if has_numbers_apart(call) and (is_low or not hopper_runs):
+        # the portable kernel's costs are not known; with those of 8 bits alone, a decode of 32
+        # sequences of 8192 keys would take 4 warps, and 192 us instead of 140
         return None
     kind = f"d{width_of(max(call.head_dim, call.head_dim_v))}/b{call.k.itemsize}"
     if kind not in ways.ways():
@@ -52,7 +53,6 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
     sizes = call.batch, call.total_q, support.key_bound(call), call.max_seqlen_k
     if any(type(x) is not int for x in sizes):
         # a graph calls Hopper's kernel as an opaque node, which is planned when sizes are known
-        is_low = queries * call.group_size <= MOST_PORTABLE
         return None if is_low or not hopper_runs else Way(Form(is_guessed=True), None)
     shape = ways.Shape(
         batch=call.batch,
