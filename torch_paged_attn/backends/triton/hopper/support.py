@@ -184,6 +184,11 @@ def is_int4(call: AttentionCall) -> bool:
     return call.k.dtype == INT4_DTYPE
 
 
+def bytes_of_number(call: AttentionCall) -> float:
+    """Bytes of a number of keys and values."""
+    return 0.5 if is_int4(call) else call.k.itemsize
+
+
 def is_float8(call: AttentionCall) -> bool:
     """Whether scores are float8 products."""
     return call.q.dtype == torch.float8_e4m3fn

@@ -27,6 +27,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     LEAST_BOX,
     OF_LISTS,
     UNBOUNDED,
+    bytes_of_number,
     columns_of,
     converts,
     gathers,
@@ -216,7 +217,7 @@ def options_of(
         BY_TOKEN=is_by_token(call.k_descale, call.batch),
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
-    return fit_stages(options, call.q.itemsize, 0.5 if is_int4(call) else call.k.itemsize)
+    return fit_stages(options, call.q.itemsize, bytes_of_number(call))
 
 
 def _rows_of_box(call: AttentionCall, keys_per_entry: int) -> int:
