@@ -135,7 +135,6 @@ class Options(NamedTuple):
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False
-    CONVERTERS: int = 0  # times four warps; of two, one converts keys and one values
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
     MERGED_COLUMNS: int = 0  # head_dim_v, where several programs add up pieces; else 0

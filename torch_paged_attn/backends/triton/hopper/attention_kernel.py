@@ -37,27 +37,26 @@ PRODUCERS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def _registers(consumers, of_consumer, converters):
+def _registers(consumers, of_consumer, converts):
     """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
     and at most 512 for one thread of each warpgroup together. The producers are one warpgroup."""
-    converter = [CONVERTER_REGISTERS.value] * converters
+    converter = [CONVERTER_REGISTERS.value] if converts else []
     groups = consumers + len(converter) + 1
     left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
     return [of_consumer] * (consumers - 1) + converter + [left] * PRODUCERS.value
 
 
 @gluon.constexpr_function
-def _warps(consumers, converters):
+def _warps(consumers, converts):
     """Warps of each partition but the first."""
-    return [4] * (consumers - 1 + converters) + [1] * PRODUCERS.value
+    return [4] * (consumers - 1 + converts) + [1] * PRODUCERS.value
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """What partition NUMBER of a program's warps does: a consumer, a converter if there are some,
+    """What partition NUMBER of a program's warps does: a consumer, the converter if there is one,
     or one of the four producers."""
-    CONVERTER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
-    PRODUCER: gl.constexpr = CONVERTER - OPTIONS.CONVERTERS
+    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
     if NUMBER < OPTIONS.CONSUMERS:
         if OPTIONS.ROW_GROUPS < OPTIONS.CONSUMERS:
@@ -65,7 +64,7 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
         else:
             consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER < 0:
-        convert_tiles(params, pipelines, OPTIONS, CONVERTER)
+        convert_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
@@ -150,8 +149,8 @@ def _hopper_attention_fwd_kernel(
     gl.warp_specialize(
         [
             (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6, 7)[: CONSUMERS + OPTIONS.CONVERTERS + PRODUCERS]
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + CONVERTS_V + PRODUCERS]
         ],
-        _warps(CONSUMERS, OPTIONS.CONVERTERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, OPTIONS.CONVERTERS),
+        _warps(CONSUMERS, CONVERTS_V),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, CONVERTS_V),
     )

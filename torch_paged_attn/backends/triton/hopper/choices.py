@@ -6,7 +6,7 @@ sequence; no tensor is read. The limits are those of measurements: docs/design/h
 
 from typing import NamedTuple
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.chunks import (
     MOST_LOW_8_BIT,
     are_few_chunks,
@@ -331,7 +331,7 @@ def is_one_launch(call: AttentionCall) -> bool:
     where two consumers divide the keys of a tile, or one has a tile of wide heads or of an 8-bit
     cache, short sequences take no longer than with a kernel of their own."""
     width = width_of(call.head_dim)
-    if call.window_size_left in SMALL or is_by_token(call.k_descale, call.batch):
+    if call.window_size_left in SMALL:
         return False
     if converts(call):
         return width == 128 and not is_bound(call.window_size_left) and _has_low_8_bit_tiles(call)

@@ -1,4 +1,4 @@
-"""Four warps, or twice four, that convert 8-bit keys and values to 16 bits, which is exact.
+"""Four warps that convert 8-bit keys and values to 16 bits, which is exact.
 
 Scores of float8 queries and keys are products of float8, at twice the rate. Hopper keeps 14 bits of
 the sums of such products. That is close enough for the terms of a score, but not for weighted sums
@@ -137,15 +137,11 @@ def _convert(n, stored, tiles, first, scales, loaded):
 
 
 @gluon.jit
-def convert_tiles(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def convert_tiles(params, pipelines, OPTIONS: gl.constexpr):
     """Convert the values of every tile that is published, and keys if CONVERTS_K, in the order in
-    which consumers read them: a tile of keys, then the values of the tile of keys before it. Of two
-    converters, number 0 converts keys and number 1 values."""
+    which consumers read them: a tile of keys, then the values of the tile of keys before it."""
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
-    OF_KEYS: gl.constexpr = OPTIONS.CONVERTS_K and INDEX == 0
-    OF_VALUES: gl.constexpr = OPTIONS.CONVERTERS == 1 or INDEX == 1
-    HAS_SCALES: gl.constexpr = OPTIONS.BY_TOKEN and OF_KEYS
     stored_v, values, work_info = pipelines.stored_v, pipelines.v, pipelines.work_info
     scales = pipelines.scales
     n = 0
@@ -158,26 +154,25 @@ def convert_tiles(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr)
         if HAS_LEFT:
             first = work_info.get(tile, FIRST_KEY) - work_info.get(tile, KV_STOP)
         loaded = 0
-        ahead = 0
-        if HAS_SCALES:
+        if OPTIONS.BY_TOKEN:
             keys, start = key_range_of(params, work_info, tile, OPTIONS)
-            loaded = load_scales(start - BLOCK_N, keys, params, OPTIONS)
-            start -= 2 * BLOCK_N
-            ahead = load_scales(start, keys, params, OPTIONS)
-        if OF_KEYS:
+            start -= BLOCK_N
+            loaded = load_scales(start, keys, params, OPTIONS)
+        if OPTIONS.CONVERTS_K:
             _convert(n, pipelines.stored_k, pipelines.k, 0, scales, loaded)
+        if OPTIONS.BY_TOKEN:
+            start -= BLOCK_N
+            loaded = load_scales(start, keys, params, OPTIONS)
         for i in range(1, num_kv_tiles + 1):
-            if HAS_SCALES:
-                # on their way while a tile is converted
-                loaded = ahead
-                start -= BLOCK_N
-                ahead = load_scales(start, keys, params, OPTIONS)
-            if OF_KEYS and i < num_kv_tiles:
+            if OPTIONS.CONVERTS_K and i < num_kv_tiles:
                 _convert(n + 1, pipelines.stored_k, pipelines.k, 0, scales, loaded)
-            if OF_VALUES:
-                if HAS_LEFT:
-                    first += BLOCK_N
-                _convert(n, stored_v, values, first, None, 0)
+            if OPTIONS.BY_TOKEN:
+                # on their way while values are converted
+                start -= BLOCK_N
+                loaded = load_scales(start, keys, params, OPTIONS)
+            if HAS_LEFT:
+                first += BLOCK_N
+            _convert(n, stored_v, values, first, None, 0)
             n += 1
         tile += 1
         work_info.wait(tile)

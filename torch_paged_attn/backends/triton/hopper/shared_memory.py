@@ -18,8 +18,6 @@ OF_COPIES = 104
 
 # stages of tiles that were converted to 16 bits
 CONVERTED_STAGES = 2
-# the same for the second group of warps that converts
-OF_CONVERTER = 128
 # tiles whose scales by token are kept, of keys and of values
 SCALES_STAGES = 4
 # producers that copy rows, each of which has room for the places of a tile's
@@ -42,8 +40,6 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: float) -> int:
     elif options.CONVERTS_V:
         found += CONVERTED_STAGES * (options.BLOCK_N * options.WIDTH_V * 2 + OF_KV_STAGE)
         found += rows * options.WIDTH_V * 2
-    if options.CONVERTERS > 1:
-        found += OF_CONVERTER
     if options.BY_TOKEN:
         found += SCALES_STAGES * 2 * options.BLOCK_N * 4
     if options.STRETCH:

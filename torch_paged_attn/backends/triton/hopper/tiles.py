@@ -212,20 +212,12 @@ def options_of(
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
-        CONVERTERS=_converters(call, config),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
         MERGED_COLUMNS=call.head_dim_v if shares_parts(call, parts, form) else 0,
         BY_TOKEN=is_by_token(call.k_descale, call.batch),
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
     return fit_stages(options, call.q.itemsize, bytes_of_number(call))
-
-
-def _converters(call: AttentionCall, config: HopperConfig) -> int:
-    """Groups of warps that convert keys and values."""
-    if not converts(call):
-        return 0
-    return 2 if is_by_token(call.k_descale, call.batch) and config.CONSUMERS == 1 else 1
 
 
 def _rows_of_box(call: AttentionCall, keys_per_entry: int) -> int:
