@@ -88,6 +88,26 @@ class Calls(Sequence[Callable[[], None]]):
         return functools.partial(call, size)
 
 
+# bytes of a scale
+SCALE = 4
+
+
+def rows_with_scales(cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Keys, values, and their scales by token and head, as views of a cache whose rows are a key,
+    its scale, a value and its scale, as vLLM has them.
+
+    cache: (num_pages, num_kv_heads, page_size, 2 * (head_dim + 4)), any strides, an 8-bit dtype
+    dtype: of keys and values, 8 bits
+
+    Returns keys and values (num_pages, num_kv_heads, page_size, head_dim), and float32 scales
+    (num_pages, num_kv_heads, page_size).
+    """
+    parts = cache.view(torch.uint8).split([head_dim, SCALE] * 2, -1)
+    k, v = (x.view(dtype) for x in parts[::2])
+    k_scale, v_scale = (x.view(torch.float32)[..., 0] for x in parts[1::2])
+    return k, v, k_scale, v_scale
+
+
 @dataclasses.dataclass(frozen=True)
 class Serving:
     """An engine's calls of `flash_varlen_out` and `reshape_and_cache`: what all of them share."""
@@ -107,6 +127,8 @@ class Serving:
     """Keys of a sequence."""
     has_sinks: bool = False
     has_slopes: bool = False
+    by_token: bool = False
+    """Keys and values have scales by token and head: see `rows_with_scales`."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `flash_varlen_out` by name."""
 
@@ -145,7 +167,7 @@ class Serving:
     def attention(self, device: torch.device) -> Callable[[Step], None]:
         """A function that makes a call of attention of these sizes."""
         zeros = functools.partial(torch.zeros, device=device)
-        k_cache, v_cache = self._caches(device)
+        k_cache, v_cache, *scales = self._caches(device)
         queries, results = (
             torch.empty(
                 self.max_tokens, self.num_heads, self.head_dim, dtype=self.dtype, device=device
@@ -156,8 +178,8 @@ class Serving:
         lengths = zeros(self.max_batch, dtype=torch.int32)
         table = zeros(self.max_batch, self.max_pages, dtype=torch.int32)
         options = dict(self.options)
-        if self.kv_dtype.itemsize == 1:
-            options |= {"k_descale": zeros(()), "v_descale": zeros(())}
+        if scales:
+            options |= {"k_descale": scales[0], "v_descale": scales[1]}
         if self.has_sinks:
             options["sinks"] = zeros(self.num_heads)
         if self.has_slopes:
@@ -180,24 +202,32 @@ class Serving:
 
         return attend
 
-    def _caches(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = PAGES, self.num_kv_heads, self.page_size, 2 * self.head_dim
+    def _caches(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Keys and values, and their scales if they have 8 bits."""
+        row = 2 * (self.head_dim + SCALE * self.by_token)
+        shape = PAGES, self.num_kv_heads, self.page_size, row
         cache = torch.zeros(shape, dtype=self.kv_dtype, device=device)
+        if self.by_token:
+            return rows_with_scales(cache, self.head_dim, self.kv_dtype)
         k_cache, v_cache = cache.split(self.head_dim, -1)
-        return k_cache, v_cache
+        if self.kv_dtype.itemsize > 1:
+            return k_cache, v_cache
+        ones = torch.ones(2, device=device)
+        return k_cache, v_cache, ones[0], ones[1]
 
     def _writing(self, device: torch.device) -> Callable[[int], None]:
         """A function that makes a call of `reshape_and_cache` for so many tokens."""
-        caches = self._caches(device)
+        k_cache, v_cache, *scales = self._caches(device)
         shape = self.max_tokens, self.num_kv_heads, self.head_dim
         new = torch.zeros(shape, dtype=self.dtype, device=device)
         slots = torch.full((self.max_tokens,), -1, device=device)
-        scales: tuple[torch.Tensor, ...] = ()
-        if self.kv_dtype.itemsize == 1:
-            scales = torch.ones((), device=device), torch.ones((), device=device)
 
         def write(tokens: int) -> None:
-            reshape_and_cache(new[:tokens], new[:tokens], caches, slots[:tokens], *scales)
+            new_rows = new[:tokens]
+            reshape_and_cache(
+                new_rows, new_rows, (k_cache, v_cache), slots[:tokens], *scales,
+                quantize=self.by_token,
+            )  # fmt: skip
 
         return write
 

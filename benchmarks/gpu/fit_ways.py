@@ -26,7 +26,7 @@ from torch_paged_attn.backends.triton import ways
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from measured import Row, guess_of, kind_of, rows_of, shape_of, write
 
 # bytes of memory that a GPU reads in a microsecond

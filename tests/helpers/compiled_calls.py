@@ -176,6 +176,25 @@ MORE = {
             kv_dtype=torch.int8,
             descale="heads",
         ),
+        # scales by token, on Hopper in its kernel
+        *(
+            Problem(
+                f"{name}/tokens_{stored}",
+                seqs,
+                8,
+                2,
+                dim,
+                page_size=16,
+                **OF_TOKENS | {"kv_dtype": kv_dtype},
+            )
+            for stored, kv_dtype in (EIGHT_BITS | {"int4": torch.uint8}).items()
+            for name, seqs, dim in (
+                ("d128/guessed", GUESSED, 128),
+                ("d128/mixed", (*PREFILL, *SOME), 128),
+                ("d64/mixed", (*PREFILL, *SOME), 64),
+            )
+            if dim == 128 or stored != "e5m2"
+        ),
         # few keys are the portable kernel's, on Hopper too
         Problem(
             "mla/decode/bf16",

@@ -19,6 +19,7 @@ from torch_paged_attn import environment, reference
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.testing import inputs
 
 
 def to_cpu(results):
@@ -155,21 +156,7 @@ def attention_call(call):
 
 def moved(values, device):
     """Tensors on a device, with their strides; views of one storage stay views of one storage."""
-    storages = {}
-
-    def move(value):
-        if isinstance(value, (tuple, list)):
-            return tuple(move(v) for v in value)
-        if not isinstance(value, torch.Tensor) or device.type == "cpu":
-            return value
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in storages:
-            size = storage.nbytes() // value.itemsize
-            storages[storage.data_ptr()] = value.as_strided((size,), (1,), 0).to(device)
-        base = storages[storage.data_ptr()]
-        return base.as_strided(value.shape, value.stride(), value.storage_offset())
-
-    return tuple(move(value) for value in values)
+    return inputs.moved(values, device, {})
 
 
 class Cpu(Runner):

@@ -58,6 +58,16 @@ def compiler():
         yield process
 
 
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """The interpreter adds up products of float16 as tensor cores do, which cut off bits."""
+    if not HAS_GPU:
+        import tensor_cores
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.create_dot)
+
+
 @pytest.fixture(autouse=True)
 def forget_calls(kernels):
     """Every call of a test is planned: the environment may have changed."""

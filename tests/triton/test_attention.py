@@ -49,6 +49,7 @@ FEW = ((1, 149), (1, 70), (1, 0))
 LARGE = {torch.int8: 0x7F, torch.float8_e4m3fn: 0x7E, torch.uint8: 0x07}
 
 
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_decode_with_scales_by_token(kv_dtype, run, device):
     """Half of the tokens have scales that are 2**20 times as large, but no weight. In units of the

@@ -14,10 +14,11 @@ from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16, i8 = torch.bfloat16, torch.float16, torch.int8
-e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+e4m3, e5m2, i4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
 
 FLOAT8 = dict(dtype=e4m3, out_dtype=bf16, descale="batch")
 TO_FLOAT16 = FLOAT8 | dict(out_dtype=f16, descale="heads")
+TOKENS = dict(dtype=bf16, descale="tokens")
 MANY = ((70, 131000), (3, 60000))
 SHAPES = tuple(
     Problem(name, seqs, **(dict(head_dim=128) | kinds | options))
@@ -53,6 +54,25 @@ SHAPES = tuple(
             {},
             dict(dtype=bf16, kv_dtype=e4m3, num_heads=2, num_kv_heads=1, descale="heads"),
         ),
+        ("tokens_int8", LONG, TOKENS, dict(kv_dtype=i8, page_size=16)),
+        ("tokens_int8_packed", MIXED, TOKENS, dict(kv_dtype=i8, softcap=5.0, causal=False)),
+        (
+            "tokens_int8_page80_nhd",
+            MIXED,
+            TOKENS,
+            dict(kv_dtype=i8, page_size=80, cache_layout="nhd"),
+        ),
+        ("tokens_int8_d256", MIXED, TOKENS, dict(kv_dtype=i8, page_size=64, head_dim=256)),
+        ("tokens_e4m3_page1", MIXED, TOKENS, dict(kv_dtype=e4m3, page_size=1)),
+        ("tokens_e5m2_d64", LONG, TOKENS, dict(kv_dtype=e5m2, page_size=16, head_dim=64)),
+        ("tokens_int4", LONG, TOKENS, dict(kv_dtype=i4, page_size=16)),
+        ("tokens_int4_packed_d64", MIXED, TOKENS, dict(kv_dtype=i4, head_dim=64)),
+        (
+            "tokens_int4_window",
+            LONG,
+            TOKENS,
+            dict(kv_dtype=i4, page_size=64, window_size_left=300, sinks=True),
+        ),
     )
 )
 over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
@@ -75,6 +95,13 @@ def test_supported(problem):
         (dict(out_dtype=e4m3), "out_dtype"),
         (dict(dtype=torch.float32, kv_dtype=e4m3), "float32"),
         (dict(head_dim=72), "aligned"),
+        (dict(kv_dtype=i4, dtype=bf16, descale="heads"), "by token"),
+        (dict(kv_dtype=i8, dtype=f16, descale="tokens"), "float16"),
+        # scales beside rows: these are apart by no multiple of 16 bytes
+        (
+            dict(kv_dtype=i8, dtype=bf16, descale="tokens", page_size=16, cache_layout="rows"),
+            "aligned",
+        ),
     ],
     ids=str,
 )
@@ -85,7 +112,7 @@ def test_unsupported(changes, word):
 @pytest.mark.parametrize(
     "seqs, kernels", [(((3000, 0),), "hopper"), (((1, 3000),) * 40, "portable")]
 )
-@pytest.mark.parametrize("name", ["e4m3_page16", "kv_int8_page16"])
+@pytest.mark.parametrize("name", ["e4m3_page16", "kv_int8_page16", "tokens_int8", "tokens_int4"])
 def test_prefill_takes_this_kernel(name, seqs, kernels):
     problem = dataclasses.replace(BY_NAME[name], seqs=seqs, num_heads=8)
     with assume(HOPPER):

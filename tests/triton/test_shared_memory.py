@@ -31,7 +31,13 @@ FORMS = {
     "dealt": ("guessed", Form(is_cut=True, is_dealt=True, tiles="low")),
 }
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-STORED = {"bf16": {}, "int8": dict(kv_dtype=i8), "fp8": dict(dtype=e4m3, kv_dtype=e4m3)}
+STORED = {
+    "bf16": {},
+    "int8": dict(kv_dtype=i8, descale="heads"),
+    "fp8": dict(dtype=e4m3, kv_dtype=e4m3, descale="heads", out_dtype=bf16),
+    "tokens_int8": dict(kv_dtype=i8, descale="tokens"),
+    "tokens_int4": dict(kv_dtype=torch.uint8, descale="tokens"),
+}
 OPTIONS = {
     "": {},
     "window": dict(window_size_left=90),
@@ -49,10 +55,6 @@ def _problems():
         if (form == "turns") != (page_size is None) and form != "listed":
             continue
         given = dict(dtype=bf16) | STORED[stored] | OPTIONS[option]
-        if stored != "bf16":
-            given |= dict(descale="heads")
-        if stored == "fp8":
-            given |= dict(out_dtype=bf16)
         name = f"{dim}-{dim_v}-p{page_size}-{stored}-{option}-{form}"
         seqs, told = FORMS[form]
         yield Problem(name, SEQS[seqs], 8, 2, dim, dim_v, page_size=page_size, **given), told
@@ -64,6 +66,7 @@ FEW = (
     "128-128-p1-bf16-invariant-guessed",
     "64-64-p1-bf16-window-beside",
     "256-256-p64-int8--listed",
+    "128-128-p16-tokens_int4--listed",
 )
 CASES = [x for x in _problems() if IS_THOROUGH or x[0].name in FEW]
 
@@ -110,7 +113,7 @@ def allocated(problem, form):
             options = tiles.options_of(call, config, packed_heads, form)
             hopper.attend(call, form=form)
     except AllocatedError as found:
-        return found.args[0], bytes_of(options, call.q.itemsize, call.k.itemsize)
+        return found.args[0], bytes_of(options, call.q.itemsize, support.bytes_of_number(call))
     finally:
         JITFunction.run = run
         knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = None, False

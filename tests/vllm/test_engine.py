@@ -146,6 +146,18 @@ def test_a_float8_cache_serves(tmp_path):
     assert [len(tokens) for tokens in found] == [12] * 5
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_a_cache_with_scales_by_token_serves(kv_cache_dtype, tmp_path):
+    """Most tokens are those of a cache in float32: from the first rounding that decides one on,
+    the rest of a sequence differs.
+    """
+    model = saved("grouped", tmp_path)
+    found, exact = answers(model, "CUSTOM", kv_cache_dtype), answers(model, "CUSTOM")
+    assert [len(tokens) for tokens in found] == [12] * 5
+    pairs = [pair for x in zip(found, exact, strict=True) for pair in zip(*x, strict=True)]
+    assert sum(x == y for x, y in pairs) > len(pairs) // 2
+
+
 def test_the_order_of_requests_changes_no_bit(tmp_path):
     """With our variable: vLLM's own, VLLM_BATCH_INVARIANT, needs Triton in layers beside attention,
     which its CPU engine lacks."""

@@ -38,7 +38,8 @@ def step(dtype, kv_cache_dtype, layout):
     q, k, v = fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
     stored = dtype if kv_cache_dtype == "auto" else torch.uint8
     order = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3)}[layout]
-    shape = BLOCKS, KV_HEADS, BLOCK, 2 * DIM
+    by_token = kv_cache_dtype.endswith("per_token_head")
+    shape = BLOCKS, KV_HEADS, BLOCK, 2 * (DIM + 4 * by_token)
     cache = torch.zeros([shape[i] for i in order], dtype=stored).permute(order)
     table = torch.randperm(BLOCKS)[:9].view(3, 3).int()
     slots = []
@@ -53,7 +54,7 @@ def step(dtype, kv_cache_dtype, layout):
 
 
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8_per_token_head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_alone(dtype, kv_cache_dtype, layout):
     metadata, (q, k, v), cache, output = step(dtype, kv_cache_dtype, layout)
@@ -68,7 +69,8 @@ def test_attention_alone(dtype, kv_cache_dtype, layout):
         written = list(seen.names)
         seen.names.clear()
         found = impl.forward(Layer, q, None, None, cache, metadata, output)
-    assert written == ["paged_attn::reshape_and_cache.split"]
+    write = "quantize" if kv_cache_dtype.endswith("per_token_head") else "split"
+    assert written == [f"paged_attn::reshape_and_cache.{write}"]
     assert seen.names == ["paged_attn::flash_varlen_out"]
     assert found is output
     assert (output[-2:] == 77).all() and (output[:-2] != 77).all()

@@ -4,6 +4,9 @@ vLLM's cache is (num_blocks, num_kv_heads, block_size, 2 * head_dim), keys and t
 last dimension, with any strides. Both halves are paged caches for the ops, without a copy, and the
 result goes straight into vLLM's output: a layer of a step is one call of `flash_varlen_out`, after
 one of `reshape_and_cache`, and nothing else.
+
+With a scale for each token and head, each half ends with a float32 scale, as in vLLM's TRITON_ATTN:
+the scales, too, are views.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
+from torch_paged_attn._serving import SCALE, rows_with_scales
 from torch_paged_attn.integrations import _vllm_warmup
 from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
 
@@ -32,6 +36,18 @@ FLOAT8 = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# the same of caches with a scale for each token and head
+BY_TOKEN = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
+# TODO: always there once vLLM 0.32 is the oldest that is supported
+HAS_SPECS = hasattr(AttentionBackend, "customize_spec")
+# why vLLM's other cache with such scales is refused
+NO_INT4 = (
+    "torch_paged_attn has no int4_per_token_head, whose numbers have a zero point and are rotated:"
+    " use int8_per_token_head or fp8_per_token_head"
+)
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -43,7 +59,13 @@ class PagedAttentionBackend(AttentionBackend):
     # decoders read key and value from the cache alone, so that a fused op may have written it
     supports_kv_cache_update_bypass = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        *FLOAT8,
+        *(BY_TOKEN if HAS_SPECS else ()),
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -60,6 +82,22 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(16)]  # the ops support any page_size, but smaller ones are slow
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Room for the scales behind each key and each value."""
+        is_by_token = spec.kv_quant_mode.is_per_token_head
+        if not is_by_token or spec.state_content_bytes is not None:
+            return spec
+        row = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+        return dataclasses.replace(spec, state_content_bytes=row + 2 * SCALE)
+
+    @classmethod
+    def supports_combination(cls, *args: Any, **options: Any) -> str | None:
+        given = (*args, *options.values())
+        if any(isinstance(x, str) and x == "int4_per_token_head" for x in given):
+            return NO_INT4
+        return super().supports_combination(*args, **options)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -176,7 +214,8 @@ class PagedAttention(AttentionImpl[Metadata]):
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         # of an 8-bit cache
-        self.cache_dtype = FLOAT8.get(kv_cache_dtype)
+        self.cache_dtype = (FLOAT8 | BY_TOKEN).get(kv_cache_dtype)
+        self.is_by_token = kv_cache_dtype in BY_TOKEN
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -238,14 +277,14 @@ class PagedAttention(AttentionImpl[Metadata]):
             k, v = key[:tokens], value[:tokens]
             options |= {"causal": False, "max_seqlen_k": given.max_seqlen_q}
         else:
-            k, v = self._pages(kv_cache)
+            k, v, *scales = self._pages(layer, kv_cache)
             options |= {
                 "seqused_k": given.seqused_k,
                 "max_seqlen_k": given.max_seqlen_k,
                 "block_table": given.block_table,
             }
-            if k.dtype.itemsize == 1:
-                options |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+            if scales:
+                options |= {"k_descale": scales[0], "v_descale": scales[1]}
         out = output[:tokens].view(tokens, self.num_heads, self.head_size)
         flash_varlen_out(out, query[:tokens], k, v, **options)
         return output
@@ -256,13 +295,17 @@ class PagedAttention(AttentionImpl[Metadata]):
         """Write new keys and values into the cache."""
         if self.is_encoder:
             return
-        pages = self._pages(kv_cache)
-        scales = (layer._k_scale, layer._v_scale) if pages[0].dtype.itemsize == 1 else ()
-        reshape_and_cache(key, value, pages, slot_mapping, *scales)
+        k, v, *scales = self._pages(layer, kv_cache)
+        reshape_and_cache(key, value, (k, v), slot_mapping, *scales, quantize=self.is_by_token)
 
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values, (num_blocks, num_kv_heads, block_size, head_dim)."""
-        if self.cache_dtype is not None:
-            kv_cache = kv_cache.view(self.cache_dtype)
-        k, v = kv_cache.split(self.head_size, -1)
-        return k, v
+    def _pages(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, ...]:
+        """Views of the keys and values, (num_blocks, num_kv_heads, block_size, head_dim), and of
+        8-bit ones their scales: the layer's, or with a scale for each token and head views
+        (num_blocks, num_kv_heads, block_size).
+        """
+        if self.cache_dtype is None:
+            return kv_cache.split(self.head_size, -1)
+        if not self.is_by_token:
+            k, v = kv_cache.view(self.cache_dtype).split(self.head_size, -1)
+            return k, v, layer._k_scale, layer._v_scale
+        return rows_with_scales(kv_cache, self.head_size, self.cache_dtype)

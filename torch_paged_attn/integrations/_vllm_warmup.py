@@ -76,5 +76,6 @@ def serving_of(
         max_length=model.max_model_len,
         has_sinks=impl.sinks is not None,
         has_slopes=impl.alibi_slopes is not None,
+        by_token=impl.is_by_token,
         options=tuple(sorted(options.items())),
     )

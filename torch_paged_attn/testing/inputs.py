@@ -109,19 +109,27 @@ class Call:
         """The same call with its tensors on `device`. They keep their strides, and tensors that
         share a storage share one there.
         """
-        moved: dict[Any, Tensor] = {}
-        args = {name: _move(value, device, moved) for name, value in self.args.items()}
+        storages: dict[int, Any] = {}
+        args = {name: moved(value, device, storages) for name, value in self.args.items()}
         return dataclasses.replace(self, args=args)
 
 
-def _move(value: Any, device: torch.device | str, moved: dict[Any, Tensor]) -> Any:
+def moved(value: Any, device: torch.device | str, storages: dict[int, Any]) -> Any:
+    """A tensor, or tuples of them, on `device` with its strides; other values as they are.
+
+    storages: those on `device`, by the addresses here; views of one stay views of one
+    """
+    if isinstance(value, (tuple, list)):
+        return tuple(moved(x, device, storages) for x in value)
     if not isinstance(value, Tensor) or torch.device(device).type == "cpu":
         return value
     storage = value.untyped_storage()
-    key = storage.data_ptr(), value.dtype
-    if key not in moved:
-        moved[key] = value.new_empty(0).set_(storage).to(device)
-    return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
+    if storage.data_ptr() not in storages:
+        # by bytes: views of one storage may have several dtypes, as a row and its scale have
+        stored = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+        storages[storage.data_ptr()] = stored.to(device).untyped_storage()
+    base = value.new_empty(0, device=device).set_(storages[storage.data_ptr()])
+    return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def hostile_gradients(

@@ -5,21 +5,26 @@ elements, and those of an int16 to four, with elements 0, 4, ..., elements 1, 5,
 Queries are loaded, and results are written, in the same order.
 
 By fours, a few bits of an int16 are put in the mantissa of a float16, which takes fewer
-instructions than a conversion. Those in bits 4 to 7 stay where they are: so the odd elements are 16
-times as large, which queries, or results, take back.
+instructions than a conversion. Of values, those in bits 4 to 7 stay where they are: so the odd
+elements are 16 times as large, which results take back.
+
+Keys are float16 below its smallest normal number. Tensor cores take the exponent of such a number
+for that of 2**-14 where they align products, and cut off what is far below the largest of them: so
+all keys are in bits 4 to 7, two bits below. In bits 0 to 3 they would lose four bits more.
 """
 
 import triton
 import triton.language as tl
 
 # x ^ 8 is a number n plus 8, from 0 to 15, in four bits; `lop3` computes (x & mask) ^ bits. Two
-# int16 in a register become four registers of two float16 each. 0x000n is the float16 n * 2**-24
+# int16 in a register become four registers of two float16 each. 0x00n0 is the float16 n * 2**-20
 _RAISED_PTX = tl.constexpr(
-    "{.reg .b32 upper; shr.u32 upper, $4, 8;"
-    " lop3.b32 $0, $4, 0x000F000F, 0x00080008, 0x6A;"
+    "{.reg .b32 first, third, fourth;"
+    " shl.b32 first, $4, 4; shr.u32 third, $4, 4; shr.u32 fourth, $4, 8;"
+    " lop3.b32 $0, first, 0x00F000F0, 0x00800080, 0x6A;"
     " lop3.b32 $1, $4, 0x00F000F0, 0x00800080, 0x6A;"
-    " lop3.b32 $2, upper, 0x000F000F, 0x00080008, 0x6A;"
-    " lop3.b32 $3, upper, 0x00F000F0, 0x00800080, 0x6A;}"
+    " lop3.b32 $2, third, 0x00F000F0, 0x00800080, 0x6A;"
+    " lop3.b32 $3, fourth, 0x00F000F0, 0x00800080, 0x6A;}"
 )
 # 0x6400 + n is the float16 1024 + n
 _FOURS_PTX = tl.constexpr(
@@ -41,9 +46,7 @@ def decode_two(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def decode_raised_fours(x, IN_PTX: tl.constexpr):
-    """The four numbers n of each int16 as float16 (n + 8) * 2**-24; the second and the fourth times
-    16.
-    """
+    """The four numbers n of each int16 as float16 (n + 8) * 2**-20."""
     if IN_PTX:
         return tl.inline_asm_elementwise(
             _RAISED_PTX,
@@ -53,12 +56,11 @@ def decode_raised_fours(x, IN_PTX: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    upper = x >> 8
     return (
-        ((x & 0xF) ^ 0x8).to(tl.float16, bitcast=True),
+        (((x << 4) & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
         ((x & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
-        ((upper & 0xF) ^ 0x8).to(tl.float16, bitcast=True),
-        ((upper & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
+        (((x >> 4) & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
+        (((x >> 8) & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
     )
 
 

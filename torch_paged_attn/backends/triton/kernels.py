@@ -89,10 +89,6 @@ def _kind(call: AttentionCall, queries: int) -> str | None:
         return None
     if call.block_table is None or call.layout is not None or call.q.itemsize > 2:
         return None
-    if portable.has_numbers_apart(call):
-        # their costs are not known; with those of 8 bits alone, a decode of 32 sequences of 8192
-        # keys would take 4 warps, and 192 us instead of 140
-        return None
     # decodes of few heads are the portable kernel's, but costs are not known of all of its operands
     if queries and _rows(call) <= MOST_PORTABLE and not _has_portable_costs(call):
         return None
@@ -107,6 +103,10 @@ def _rows(call: AttentionCall) -> int:
 
 
 def _has_portable_costs(call: AttentionCall) -> bool:
+    if portable.has_numbers_apart(call):
+        # with the costs of 8 bits alone, a decode of 32 sequences of 8192 keys would take 4 warps,
+        # and 192 us instead of 140
+        return False
     return call.q.dtype in support.IN_16_BITS and call.q_latent is None
 
 

@@ -86,6 +86,9 @@ class Scalars(NamedTuple):
     stride_v: int = 0
     stride_v_head: int = 0
     page_size: Any = None  # None unless PAGE_SIZE is -1
+    # if BY_TOKEN, where `*_descale_batch` are strides of pages
+    k_descale_slot: int = 0
+    v_descale_slot: int = 0
 
 
 class Options(NamedTuple):
@@ -135,6 +138,7 @@ class Options(NamedTuple):
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
     MERGED_COLUMNS: int = 0  # head_dim_v, where several programs add up pieces; else 0
+    BY_TOKEN: bool = False  # keys and values have scales by token and head (`token_scales.py`)
     STRETCH: int = 0  # keys that have sums of their own, see `stretches.py`; 0: all have one
 
 

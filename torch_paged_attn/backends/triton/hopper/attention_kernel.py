@@ -29,6 +29,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
 from torch_paged_attn.backends.triton.hopper.split_keys import consume_split, new_halves
 from torch_paged_attn.backends.triton.hopper.stretches import new_left
 from torch_paged_attn.backends.triton.hopper.tma import boxes, shape_of_tiles
+from torch_paged_attn.backends.triton.hopper.token_scales import new_scales
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 # consumers come first, then this many producers
@@ -63,7 +64,7 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
         else:
             consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER < 0:
-        convert_tiles(pipelines, OPTIONS)
+        convert_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
@@ -120,10 +121,15 @@ def _hopper_attention_fwd_kernel(
             keys = new_tiles(dtype, OPTIONS.BLOCK_N, OPTIONS.WIDTH, CONSUMERS)
         else:
             out = new_results(out_desc, CONSUMERS)
-        values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
+        of_products: gl.constexpr = gl.bfloat16 if OPTIONS.BY_TOKEN else gl.float16
+        values = new_tiles(of_products, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
+        scales = None
+        if OPTIONS.BY_TOKEN:
+            scales = new_scales(OPTIONS.BLOCK_N)
         pipelines = Pipelines(
-            queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found
-        )
+            queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found,
+            scales=scales,
+        )  # fmt: skip
     if OPTIONS.STRETCH > 0:
         p = pipelines
         left = new_left(CONSUMERS, OPTIONS.BLOCK_M)

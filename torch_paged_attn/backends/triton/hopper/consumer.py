@@ -52,6 +52,11 @@ from torch_paged_attn.backends.triton.hopper.stretches import (
     with_left,
 )
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
+from torch_paged_attn.backends.triton.hopper.token_scales import (
+    OF_KEYS,
+    OF_VALUES,
+    scale_columns,
+)
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -290,6 +295,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
         s = warpgroup_mma_wait(0, deps=[s])
+        if OPTIONS.BY_TOKEN:
+            s = scale_columns(s, n, pipelines.scales, OF_KEYS)
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
             values.consumer_wait_for(n, OPTIONS.GATHERS)
@@ -300,6 +307,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             queries.consumer_release(tile - 1)
         s = finish_scores(s, _runs_of(rows, kv_start, OPTIONS), rows, params, OPTIONS, True)
         p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
+        if OPTIONS.BY_TOKEN:
+            p = scale_columns(p, n, pipelines.scales, OF_VALUES)
         p = gl.convert_layout(p.to(dtype), operand)
 
         for _ in range(1, num_kv_tiles):
@@ -331,9 +340,13 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 state = state | FIRST
                 m_i = gl.full_like(m_i, -float("inf"))
             s = warpgroup_mma_wait(1, deps=[s])
+            if OPTIONS.BY_TOKEN:
+                s = scale_columns(s, n + 1, pipelines.scales, OF_KEYS)
             keys.consumer_release(n + 1)
             s = finish_scores(s, runs, rows, params, OPTIONS, False)
             p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
+            if OPTIONS.BY_TOKEN:
+                p = scale_columns(p, n + 1, pipelines.scales, OF_VALUES)
             acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
             values.consumer_release(n)
             p = gl.convert_layout(p.to(dtype), operand)

@@ -1,7 +1,7 @@
 """Descales of 8-bit queries, keys and values.
 
 Those of queries and keys are part of the factor of scores, which is one number for a tile; that of
-values is multiplied into the result.
+values is multiplied into the result. Scales by token are in `token_scales.py`.
 """
 
 from triton.experimental import gluon
@@ -38,14 +38,17 @@ def descales_of(b, head, params, OPTIONS: gl.constexpr):
     pointers, scalars = params.pointers, params.scalars
     kv_head = head // OPTIONS.GROUP_SIZE
     is_sequence = b < params.sizes.batch
+    k_descale, v_descale = pointers.k_descale, pointers.v_descale
+    if OPTIONS.BY_TOKEN:
+        k_descale, v_descale = None, None
     of_q = _of_head(
         pointers.q_descale, b, kv_head, scalars.q_descale_batch, scalars.q_descale_head, is_sequence
     )
     of_k = _of_head(
-        pointers.k_descale, b, kv_head, scalars.k_descale_batch, scalars.k_descale_head, is_sequence
+        k_descale, b, kv_head, scalars.k_descale_batch, scalars.k_descale_head, is_sequence
     )
     of_v = _of_head(
-        pointers.v_descale, b, kv_head, scalars.v_descale_batch, scalars.v_descale_head, is_sequence
+        v_descale, b, kv_head, scalars.v_descale_batch, scalars.v_descale_head, is_sequence
     )
     of_scores = of_q * of_k * gl.full([], 1.0, gl.float32)
     return of_scores < 0, gl.abs(of_scores), of_v

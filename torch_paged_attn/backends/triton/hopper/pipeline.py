@@ -110,3 +110,5 @@ class Pipelines(NamedTuple):
     left: Any = None
     # what a consumer leaves to the one that has the same rows (`split_keys.py`)
     halves: Any = None
+    # of keys and values, by token (`token_scales.py`)
+    scales: Any = None

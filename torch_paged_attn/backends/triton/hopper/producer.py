@@ -394,7 +394,7 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _key_range(params, work_info, tile, OPTIONS: gl.constexpr):
+def key_range_of(params, work_info, tile, OPTIONS: gl.constexpr):
     """The keys of a tile that was published."""
     PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
     HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
@@ -435,7 +435,7 @@ def produce_kv(params, pipelines, loader, OPTIONS: gl.constexpr):
     work_info.wait(0)
     num_kv_tiles = work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        keys, kv_stop = _key_range(params, work_info, tile, OPTIONS)
+        keys, kv_stop = key_range_of(params, work_info, tile, OPTIONS)
         n = loader.load_tiles(n, kv_stop, num_kv_tiles, keys)
         tile += 1
         work_info.wait(tile)

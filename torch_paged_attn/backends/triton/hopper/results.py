@@ -12,12 +12,13 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 
 
 @gluon.jit
-def seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory in another shape."""
+def seen_as(smem, shape: gl.constexpr, layout: gl.constexpr, DTYPE: gl.constexpr = None):
+    """The same shared memory in another shape, and of another type."""
+    dtype: gl.constexpr = smem.dtype if DTYPE is None else DTYPE
     if HAS_REINTERPRET:
-        return smem.reinterpret(smem.dtype, shape, layout)
+        return smem.reinterpret(dtype, shape, layout)
     else:
-        return smem._reinterpret(smem.dtype, shape, layout)
+        return smem._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit

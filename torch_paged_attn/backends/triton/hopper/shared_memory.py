@@ -18,16 +18,18 @@ OF_COPIES = 104
 
 # stages of tiles that were converted to 16 bits
 CONVERTED_STAGES = 2
+# tiles whose scales by token are kept, of keys and of values
+SCALES_STAGES = 4
 # producers that copy rows, each of which has room for the places of a tile's
 COPYING = 4
 
 
-def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
-    """Bytes of shared memory that a program takes, an upper bound."""
+def bytes_of(options: Options, q_itemsize: int, kv_itemsize: float) -> int:
+    """Bytes of shared memory that a program takes, an upper bound. An int4 has half a byte."""
     rows = options.ROW_GROUPS * options.BLOCK_M
     of_queries = rows * options.WIDTH * q_itemsize + OF_Q_STAGE
     tile = options.BLOCK_N * (options.WIDTH + options.WIDTH_V)
-    of_keys = tile * kv_itemsize + OF_KV_STAGE
+    of_keys = int(tile * kv_itemsize) + OF_KV_STAGE
     found = options.Q_STAGES * of_queries + options.KV_STAGES * of_keys
     found += OF_TRITON[options.CONSUMERS]
     if options.GATHERS:
@@ -38,6 +40,8 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     elif options.CONVERTS_V:
         found += CONVERTED_STAGES * (options.BLOCK_N * options.WIDTH_V * 2 + OF_KV_STAGE)
         found += rows * options.WIDTH_V * 2
+    if options.BY_TOKEN:
+        found += SCALES_STAGES * 2 * options.BLOCK_N * 4
     if options.STRETCH:
         found += rows * 8
     if options.ROW_GROUPS < options.CONSUMERS:
@@ -45,7 +49,7 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     return found
 
 
-def fit_stages(options: Options, q_itemsize: int, kv_itemsize: int) -> Options:
+def fit_stages(options: Options, q_itemsize: int, kv_itemsize: float) -> Options:
     """The options with as many stages as there is room for: if one has to go, of queries before
     keys."""
     # of keys that consumers divide, the number stays even: see `HopperConfig`

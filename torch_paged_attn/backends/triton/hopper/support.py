@@ -5,13 +5,14 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
-from torch_paged_attn.ops.lacking import OPTIONAL, lacking
+from torch_paged_attn.ops.checks import INT4 as INT4_DTYPE
+from torch_paged_attn.ops.lacking import INT4, OPTIONAL, TOKEN_SCALES, lacking
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -58,8 +59,8 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 # arguments that only kernels with lists of tiles support. A causal mask here assumes that the last
 # query is at the position of the last key, so `q_position` is left to the portable kernel
 OF_LISTS = ("k_start",)
-# callers look at `batch_invariant` themselves
-LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS))
+# callers look at `batch_invariant` themselves, and `_unsupported_types` at the forms of caches
+LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS, *TOKEN_SCALES, *INT4))
 
 
 def unsupported_device(device: torch.device | None = None) -> str | None:
@@ -148,7 +149,11 @@ def _unsupported_types(call: AttentionCall) -> str | None:
     if q.dtype == torch.float8_e4m3fn:
         is_known = k.dtype == v.dtype == q.dtype
     else:
-        is_known = q.dtype in IN_16_BITS and k.dtype == v.dtype and k.dtype in (q.dtype, *IN_8_BITS)
+        is_known = (
+            q.dtype in IN_16_BITS
+            and k.dtype == v.dtype
+            and k.dtype in (q.dtype, *IN_8_BITS, INT4_DTYPE)
+        )
     if not is_known:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     results = (q.dtype,) if converts(call) else (q.dtype, torch.float32)
@@ -157,7 +162,23 @@ def _unsupported_types(call: AttentionCall) -> str | None:
         return f"q is {q.dtype} and out_dtype {call.result_dtype}"
     if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
         return f"k is {k.dtype}, with alibi_slopes or a layout"
+    is_by = [is_by_token(x, call.batch) for x in (call.k_descale, call.v_descale)]
+    if is_int4(call) and not all(is_by):
+        return "k is int4, and its scales are not by token"
+    if any(is_by) and not (all(is_by) and q.dtype == torch.bfloat16):
+        # weights times scales need bfloat16's range
+        return f"q is {q.dtype}, and scales by token are of keys {is_by[0]}, of values {is_by[1]}"
     return None
+
+
+def is_int4(call: AttentionCall) -> bool:
+    """Whether a byte holds two keys' numbers."""
+    return call.k.dtype == INT4_DTYPE
+
+
+def bytes_of_number(call: AttentionCall) -> float:
+    """Bytes of a number of keys and values."""
+    return 0.5 if is_int4(call) else call.k.itemsize
 
 
 def is_float8(call: AttentionCall) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
 from torch_paged_attn.backends.triton.hopper.choices import FORM, Form, whole_group
@@ -27,12 +27,14 @@ from torch_paged_attn.backends.triton.hopper.support import (
     LEAST_BOX,
     OF_LISTS,
     UNBOUNDED,
+    bytes_of_number,
     columns_of,
     converts,
     gathers,
     heads_per_layout,
     is_bound,
     is_float8,
+    is_int4,
     is_sorted,
     key_bound,
     most_parts,
@@ -215,9 +217,10 @@ def options_of(
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
         MERGED_COLUMNS=call.head_dim_v if shares_parts(call, parts, form) else 0,
+        BY_TOKEN=is_by_token(call.k_descale, call.batch),
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
-    return fit_stages(options, call.q.itemsize, call.k.itemsize)
+    return fit_stages(options, call.q.itemsize, bytes_of_number(call))
 
 
 def _rows_of_box(call: AttentionCall, keys_per_entry: int) -> int:
@@ -262,6 +265,12 @@ def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
     for name in DESCALES:
         given = getattr(call, name)
         of_batch, of_head = (0, 0) if given is None else (0, 0, *given.stride())[-2:]
+        if name != "q_descale" and is_by_token(given, call.batch):
+            # (pages, heads, slots), or (tokens, heads)
+            of_batch, of_head, of_slot = (
+                given.stride() if given.dim() == 3 else (0, of_head, of_batch)
+            )
+            strides[f"{name}_slot"] = of_slot
         strides |= {f"{name}_batch": of_batch, f"{name}_head": of_head}
     return strides
 
@@ -317,11 +326,12 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
+    per_byte = 2 if is_int4(call) else 1
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
         ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
-        of_keys(k, rows=rows, width=options.WIDTH),
-        of_keys(v, rows=rows, width=options.WIDTH_V),
+        of_keys(k, rows=rows, width=options.WIDTH // per_byte),
+        of_keys(v, rows=rows, width=options.WIDTH_V // per_byte),
         ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 

@@ -42,8 +42,6 @@ class Formats:
 def formats_of(call: AttentionCall, target: Target, is_paired: bool) -> Formats:
     """The formats of a call. `is_paired`: 8-bit keys and values are decoded by pairs."""
     dtype = product_type(call.q.dtype, is_paired, target)
-    # half of the queries of int4 by fours are divided by 16 (`int4.py`)
-    is_fourfold = is_paired and call.k.dtype == torch.uint8
     return Formats(
         product=dtype,
         q=stored_format(call.q.dtype, target),
@@ -51,5 +49,5 @@ def formats_of(call: AttentionCall, target: Target, is_paired: bool) -> Formats:
         v=PAIRED[call.v.dtype] if is_paired else stored_format(call.v.dtype, target),
         out=stored_format(call.result_dtype, target),
         is_paired=is_paired,
-        is_q_normed=dtype == tl.float16 and (call.q.dtype == torch.bfloat16 or is_fourfold),
+        is_q_normed=dtype == tl.float16 and call.q.dtype == torch.bfloat16,
     )

@@ -39,14 +39,9 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(third), tl.abs(fourth)), 1))
         enlarge, reduce = float16_range(largest)
         enlarge = enlarge[:, None]
-        low = (low * enlarge).to(DTYPE)
+        low, high = (low * enlarge).to(DTYPE), (high * enlarge).to(DTYPE)
         if STEP == 4:
-            # the odd numbers of int4 are decoded times 16
-            third = (third * enlarge).to(DTYPE)
-            high = (high * (enlarge * 0.0625)).to(DTYPE)
-            fourth = (fourth * (enlarge * 0.0625)).to(DTYPE)
-        else:
-            high = (high * enlarge).to(DTYPE)
+            third, fourth = (third * enlarge).to(DTYPE), (fourth * enlarge).to(DTYPE)
         scale = scale * reduce
     if not OPTIONS.RAW_SCORES:
         scale = _descaled(
@@ -68,17 +63,15 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
     raised = 0.0
     if OPTIONS.IS_PAIRED and (OPTIONS.K_FORMAT == "INT8" or STEP == 4):
-        # keys are decoded as (k + 128) or (k + 8) times 2**-24, which adds this to a score
-        total = tl.sum(low.to(tl.float32), 1)
+        # keys k are decoded as (k + 128) * 2**-24 or (k + 8) * 2**-20: a score has this added to it
+        total = tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
         if STEP == 4:
-            total += tl.sum(third.to(tl.float32), 1)
-            total += 16.0 * tl.sum(high.to(tl.float32) + fourth.to(tl.float32), 1)
-            total *= 8.0
+            total += tl.sum(third.to(tl.float32), 1) + tl.sum(fourth.to(tl.float32), 1)
+            raised = (scale * (total * 8.0))[:, None]
+            scale = scale * 1048576.0
         else:
-            total += tl.sum(high.to(tl.float32), 1)
-            total *= 128.0
-        raised = (scale * total)[:, None]
-        scale = scale * 16777216.0
+            raised = (scale * (total * 128.0))[:, None]
+            scale = scale * 16777216.0
     slope = 0.0
     if pointers.alibi is not None:
         alibi_ptr = pointers.alibi + b * strides.alibi_batch

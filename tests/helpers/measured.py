@@ -14,7 +14,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import kernels, ways
 from torch_paged_attn.backends.triton.flash_varlen import said_of_reach
 
-DATA = Path(__file__).parent / "data" / "ways_sweep.json.gz"
+DATA = Path(__file__).parents[1] / "triton" / "data" / "ways_sweep.json.gz"
 
 Row = dict[str, Any]
 

@@ -1,0 +1,71 @@
+"""Scales of a cache by token and head: those of keys multiply columns of scores, those of values
+columns of probabilities.
+
+The converter loads the scales of a tile of keys and of its values, ahead of the tile, and leaves
+both beside the keys: consumers need those of the values before the values themselves.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# tiles whose scales are kept. A consumer gives a tile of keys back before it has read the scales of
+# the values: with two stages of keys, the converter is at most two tiles ahead of these
+STAGES = gl.constexpr(4)
+OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
+
+
+@gluon.jit
+def new_scales(BLOCK_N: gl.constexpr):
+    """Room for the scales of some tiles, a row for keys and one for values."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape: gl.constexpr = [2 * STAGES, BLOCK_N]
+    return gl.allocate_shared_memory(gl.float32, shape, layout)
+
+
+@gluon.jit
+def _places(j, page_size, seen, keys, params):
+    """Pages of keys number j, and their slots there."""
+    page = gl.load(keys.table + j // page_size, mask=seen, other=0)
+    # a bad id that nobody checked reads the last page: wrong, but inside the cache
+    last = (params.sizes.num_pages - 1).to(gl.uint32)
+    return gl.minimum(page.to(gl.uint32), last).to(gl.int32), j % page_size
+
+
+@gluon.jit
+def load_scales(start, keys, params, OPTIONS: gl.constexpr):
+    """The scales of keys from number `start` on, and of their values; 0 where no query sees one."""
+    PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    pointers, scalars = params.pointers, params.scalars
+    j = start + gl.arange(0, OPTIONS.BLOCK_N, layout)
+    seen = (j >= keys.first_key) & (j < keys.key_len)
+    page = gl.zeros_like(j)
+    slot = j
+    if OPTIONS.IS_ROWS:
+        page += keys.k_start
+    elif PAGE_SIZE == 0:
+        slot += keys.k_start
+    elif PAGE_SIZE < 0:
+        page, slot = _places(j, scalars.page_size, seen, keys, params)
+    else:
+        page, slot = _places(j, PAGE_SIZE, seen, keys, params)
+    page, slot = page.to(gl.int64), slot.to(gl.int64)
+    of_keys = pointers.k_descale + keys.kv_head * scalars.k_descale_head
+    of_keys += page * scalars.k_descale_batch + slot * scalars.k_descale_slot
+    of_values = pointers.v_descale + keys.kv_head * scalars.v_descale_head
+    of_values += page * scalars.v_descale_batch + slot * scalars.v_descale_slot
+    return gl.load(of_keys, mask=seen, other=0.0), gl.load(of_values, mask=seen, other=0.0)
+
+
+@gluon.jit
+def keep_scales(n, loaded, scales):
+    """Leave the scales that belong to fill n of the keys."""
+    scales.index(n % STAGES * 2 + OF_KEYS).store(loaded[0])
+    scales.index(n % STAGES * 2 + OF_VALUES).store(loaded[1])
+
+
+@gluon.jit
+def scale_columns(x, n, scales, KIND: gl.constexpr):
+    """x, (rows, keys), times the scales of fill n of the keys."""
+    row = scales.index(n % STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
+    return x * gl.expand_dims(row, 0)
