@@ -17,6 +17,9 @@ from torch_paged_attn import environment
 from torch_paged_attn.argument import Argument, argument, listed
 from torch_paged_attn.selection import NOT_SELECTED, Selection
 
+# columns of a latent that share a scale
+LATENT_COLUMNS = 128
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BlockLayout:
@@ -461,9 +464,14 @@ def per_sequence_tensors() -> dict[str, int]:
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
 
 
+def is_int4(stored: Tensor) -> bool:
+    """Whether a byte of keys or values holds two numbers."""
+    return stored.dtype == torch.uint8
+
+
 def numbers_of(stored: Tensor) -> int:
-    """The numbers of a row of keys or values: int4 has two in a byte."""
-    return stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 1)
+    """The numbers of a row of keys or values."""
+    return stored.shape[-1] * (2 if is_int4(stored) else 1)
 
 
 def is_by_token(descale: Any, batch: int) -> bool:

@@ -9,7 +9,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, key_lengths, numbers_of
+from torch_paged_attn.attention_call import (
+    LATENT_COLUMNS,
+    AttentionCall,
+    key_lengths,
+    numbers_of,
+)
 from torch_paged_attn.ops.checks import (
     FLOAT,
     FLOAT8,
@@ -31,8 +36,6 @@ from torch_paged_attn.ops.checks import (
 INT32_MAX = 2**31 - 1
 # key positions, up to 2**31 keys times the ranks, stay well within 64 bits
 MOST_RANKS = 2**15
-# columns of a latent that share a scale
-LATENT_COLUMNS = 128
 # ops without int4 and without scales by token
 WITHOUT_TOKEN_SCALES = ("select_keys", "selected_mass")
 

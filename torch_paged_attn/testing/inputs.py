@@ -13,9 +13,13 @@ from torch import Tensor
 
 import torch_paged_attn
 from torch_paged_attn import backward_call, reference
-from torch_paged_attn.attention_call import is_by_token, option_names, per_sequence_tensors
+from torch_paged_attn.attention_call import (
+    LATENT_COLUMNS,
+    is_by_token,
+    option_names,
+    per_sequence_tensors,
+)
 from torch_paged_attn.backward_call import GRADIENTS
-from torch_paged_attn.ops.attention_checks import LATENT_COLUMNS
 from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients

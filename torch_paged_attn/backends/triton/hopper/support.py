@@ -5,13 +5,12 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token
+from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
-from torch_paged_attn.ops.checks import INT4 as INT4_DTYPE
 from torch_paged_attn.ops.lacking import INT4, OPTIONAL, TOKEN_SCALES, lacking
 
 # rows of a consumer: the height of a warpgroup's product
@@ -149,11 +148,8 @@ def _unsupported_types(call: AttentionCall) -> str | None:
     if q.dtype == torch.float8_e4m3fn:
         is_known = k.dtype == v.dtype == q.dtype
     else:
-        is_known = (
-            q.dtype in IN_16_BITS
-            and k.dtype == v.dtype
-            and k.dtype in (q.dtype, *IN_8_BITS, INT4_DTYPE)
-        )
+        is_stored = k.dtype in (q.dtype, *IN_8_BITS) or is_int4(k)
+        is_known = q.dtype in IN_16_BITS and k.dtype == v.dtype and is_stored
     if not is_known:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     results = (q.dtype,) if converts(call) else (q.dtype, torch.float32)
@@ -163,7 +159,7 @@ def _unsupported_types(call: AttentionCall) -> str | None:
     if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
         return f"k is {k.dtype}, with alibi_slopes or a layout"
     is_by = [is_by_token(x, call.batch) for x in (call.k_descale, call.v_descale)]
-    if is_int4(call) and not all(is_by):
+    if is_int4(k) and not all(is_by):
         return "k is int4, and its scales are not by token"
     if any(is_by) and not (all(is_by) and q.dtype == torch.bfloat16):
         # weights times scales need bfloat16's range
@@ -171,14 +167,9 @@ def _unsupported_types(call: AttentionCall) -> str | None:
     return None
 
 
-def is_int4(call: AttentionCall) -> bool:
-    """Whether a byte holds two keys' numbers."""
-    return call.k.dtype == INT4_DTYPE
-
-
 def bytes_of_number(call: AttentionCall) -> float:
     """Bytes of a number of keys and values."""
-    return 0.5 if is_int4(call) else call.k.itemsize
+    return 0.5 if is_int4(call.k) else call.k.itemsize
 
 
 def is_float8(call: AttentionCall) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token
+from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
 from torch_paged_attn.backends.triton.hopper.choices import FORM, Form, whole_group
@@ -34,7 +34,6 @@ from torch_paged_attn.backends.triton.hopper.support import (
     heads_per_layout,
     is_bound,
     is_float8,
-    is_int4,
     is_sorted,
     key_bound,
     most_parts,
@@ -326,7 +325,7 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
-    per_byte = 2 if is_int4(call) else 1
+    per_byte = 2 if is_int4(call.k) else 1
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
         ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),

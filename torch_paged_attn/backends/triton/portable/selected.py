@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_column
+from torch_paged_attn.attention_call import LATENT_COLUMNS, AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.portable.formats import formats_of
 from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
@@ -24,7 +24,6 @@ from torch_paged_attn.backends.triton.runtime.target import (
     cdiv,
     next_power_of_2,
 )
-from torch_paged_attn.ops.attention_checks import LATENT_COLUMNS
 
 FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
