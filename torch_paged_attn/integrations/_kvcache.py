@@ -31,7 +31,7 @@ def in_one_call(
     tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
     options: keyword arguments of `append_and_attend`
     """
-    if not _has_one_call(tensors, (s_aux, *descales)):
+    if not is_on_gpu(tensors[0]) or not _has_one_call(tensors, (s_aux, *descales)):
         return None
     sinks = None if s_aux is None else s_aux.float()
     try:
@@ -41,8 +41,8 @@ def in_one_call(
 
 
 def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> bool:
-    """Whether an operator that a GPU alone has may take these tensors, and others that may be None:
-    in eager calls without gradients, outside autocast.
+    """Whether an operator that a GPU alone has may take these tensors, the first of which is on
+    one, and others that may be None: in eager calls without gradients, outside autocast.
     """
     if torch.compiler.is_compiling():
         return False
@@ -53,7 +53,7 @@ def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> boo
     for x in others:
         if x is not None and (type(x) is not Tensor or x.is_neg()):
             return False
-    if not is_on_gpu(tensors[0]) or environment.CHECK or torch.is_autocast_enabled("cuda"):
+    if environment.CHECK or torch.is_autocast_enabled("cuda"):
         return False
     if torch.is_grad_enabled():
         for x in (*tensors, *others):
@@ -62,8 +62,8 @@ def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> boo
     return True
 
 
-def is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
+def is_on_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
 
 
 def attend_in_one_call(
@@ -80,6 +80,8 @@ def attend_in_one_call(
         None for those that are not given; and k_start for a step of Transformers
     options: keyword arguments of `attend_cache`
     """
+    if not is_on_gpu(tensors[0]):
+        return None
     if others[1] is not None and type(max_seqlen_q) is int:
         options = options | {"max_seqlen_q": max_seqlen_q}
     args = *tensors, *others
