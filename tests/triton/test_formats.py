@@ -98,7 +98,7 @@ def test_every_four_numbers_of_int4(device):
     out = torch.zeros(2**16, 8, device=device)
     _int4_kernel[(16,)](codes.to(device), out, target_of(out.device).converts_float8, 4096)
     want, large = int4_of(codes, 4), torch.tensor([1.0, 16.0, 1.0, 16.0])
-    assert torch.equal(out.cpu(), torch.cat([want * large, (want + 8.0) * large], 1))
+    assert torch.equal(out.cpu(), torch.cat([want * large, (want + 8.0) * 16.0], 1))
 
 
 def test_every_byte_of_int4(device):
