@@ -27,10 +27,12 @@ from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "triton"))
-from measured import Row, guess_of, kind_of, rows_of, shape_of, write
+from measured import Row, guess_of, rows_of, shape_of, write
 
 # bytes of memory that a GPU reads in a microsecond
 BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
+# how much a row counts: estimates are those of the first
+CHIP_WEIGHT = {"NVIDIA H200": 1.0, "NVIDIA H100 80GB HBM3": 0.6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
@@ -56,8 +58,8 @@ WAYS = {
                      "cut low", "cut divided", "cut tall"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
     "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
-    "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut low large", "cut tall"],
+    "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall",
+                     "cut low", "cut low large", "cut tall"],
     "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
 
@@ -74,6 +76,8 @@ PRIOR = {
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
 PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
+# by how much more a tile of keys may take than is assumed at first
+STEEP = 4.0
 # rows that are left out at a time, of all; the quantile of errors that is called spread
 PARTS, SPREAD = 5, 0.85
 
@@ -82,9 +86,13 @@ class Case(NamedTuple):
     """A row as the estimate knows it."""
 
     row: Row
-    kind: str
     shape: Shape  # as the operator knows it
+    sizes: Shape  # the same with its sizes as they are
     guess: tuple[Lengths, ...]  # the lengths that it really has
+
+    @property
+    def kind(self) -> str:
+        return self.shape.kind
 
     @property
     def figures(self) -> dict[str, float]:
@@ -96,7 +104,7 @@ def cases_of(rows: list[Row]) -> list[Case]:
     # ways that are in no table yet, too
     ways.ways().update((kind, dict.fromkeys(names)) for kind, names in WAYS.items())  # type: ignore[arg-type]
     with assume(Target.of_arch("sm90", ways.MULTIPROCESSORS)):
-        return [Case(row, kind_of(row), shape_of(row), guess_of(row)) for row in rows]
+        return [Case(row, shape_of(row), shape_of(row, True), guess_of(row)) for row in rows]
 
 
 def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Costs:
@@ -107,10 +115,11 @@ def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Co
     start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])
     free = np.array(prior[:-1]) > NONE
     known = [
-        (x.shape._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
+        (x.sizes._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
         for x in cases
     ]
     measured = np.log([x.row["figures"][way] for x in cases])
+    weights = np.array([CHIP_WEIGHT[x.row["chip"]] for x in cases])
 
     def full(logs: np.ndarray) -> np.ndarray:
         found = start.copy()
@@ -125,10 +134,13 @@ def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Co
     def residuals(logs: np.ndarray) -> np.ndarray:
         off = errors(logs) / OUTLIER
         # an outlier counts by its size, not by its square
-        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER
+        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER * weights
         return np.concatenate([robust, weight * (logs - start[free]) / width[free]])
 
-    found = least_squares(residuals, start[free]).x
+    # where memory takes longer, nothing says how long products take: begin from above, too
+    slower = np.log(prior._replace(unit=STEEP * prior.unit)[:-1])[free]
+    fits = [least_squares(residuals, x) for x in (start[free], slower)]
+    found = min(fits, key=lambda x: x.cost).x
     spread = float(np.quantile(np.abs(errors(found)), SPREAD)) if cases else 0.0
     costs = np.where(free, np.exp(full(found)), 0.0)
     return Costs(*(round(float(x), 4) for x in costs), round(spread, 3))
@@ -151,9 +163,10 @@ def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
 
 
 def choose(table: dict[str, dict[str, Costs]], case: Case) -> str:
-    costs = table[case.kind]
-    known = [way for way in case.figures if way in costs]
-    return min(known, key=lambda way: ways.score(way, costs[way], case.shape))
+    """The way that a table chooses, of those of which it has costs."""
+    known = tuple(x for x in case.shape.tiles if x[0] in table[case.kind])
+    scores = ways.scores(case.shape._replace(tiles=known), table)
+    return min(scores, key=scores.__getitem__)
 
 
 def judged(cases: list[Case]) -> list[tuple[Case, str]]:

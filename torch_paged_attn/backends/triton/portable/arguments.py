@@ -132,7 +132,6 @@ def pointers(
         tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
         k_start=call.k_start,
         q_position=call.q_position,
-        tile_list=workspace[2],
     )
 
 
@@ -316,7 +315,6 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         BLOCK_MERGED=merged * config.num_warps,
         IS_MERGED_BY_ALL=tiles.is_merged_by_all,
         FIXED_UNITS=tiles.fixed_units,
-        IS_BESIDE=tiles.is_beside,
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,
