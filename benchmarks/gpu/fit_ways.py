@@ -3,6 +3,8 @@
     python benchmarks/gpu/fit_ways.py                fit, say how well choices do, write nothing
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
     python benchmarks/gpu/fit_ways.py --add FILE     add rows that forms_sweep.py has measured
+    python benchmarks/gpu/fit_ways.py --tune KIND    fit nothing: change the table's costs of a kind
+                                                     a little, so that choices get better
 
 No GPU is needed: the measurements are in `tests/triton/data`. Each row is a serving step
 with the microseconds of each way and of FA3. Choices are judged on rows that were left out of the
@@ -10,6 +12,7 @@ fit, a fifth at a time, and know what the operator knows: sizes, and a rounded b
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -40,8 +43,8 @@ WAYS = {
                    "portable 64/4/5/2 all", "cut divided", "dealt low", "numbered low",
                    "numbered divided"],
     "few/d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                    "portable 128/8/5/1", "portable 256/8/1/1", "portable 128/4/3/2 all",
-                    "dealt low", "numbered low", "numbered divided"],
+                    "portable 128/8/5/1", "portable 128/4/3/2 all", "dealt low", "numbered low",
+                    "numbered divided"],
     "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "portable 64/4/3/2 all", "cut low",
                     "numbered low"],
     "few/d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "cut low",
@@ -50,21 +53,16 @@ WAYS = {
                     "portable 256/8/1/1", "portable 64/4/5/2 all", "portable 128/4/3/2 all",
                     "cut low", "dealt low large", "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
-    "many/d64/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
-                    "numbered small", "numbered tall", "listed tall", "listed three",
-                    "cut divided", "cut tall"],
+    "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
+                    "numbered tall", "listed tall", "listed three", "cut divided", "cut tall"],
     "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
-                     "numbered small", "numbered tall", "numbered three", "listed tall",
-                     "cut low", "cut divided", "cut tall"],
+                     "numbered small", "numbered tall", "listed tall", "cut divided", "cut tall"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
     "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
-    "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall",
-                     "cut low", "cut low large", "cut tall"],
+    "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
+                     "cut low large"],
     "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
-
-# a kind that was not measured -> one whose costs it has, and the factor on a tile's
-UNMEASURED = {"many/d64/b1": ("many/d128/b1", 0.6), "many/d256/b1": ("many/d128/b1", 2.0)}
 
 # what costs are before anything is measured, and by what factor they may differ (its logarithm)
 NONE = 1e-4
@@ -78,6 +76,10 @@ WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
 PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
 # by how much more a tile of keys may take than is assumed at first
 STEEP = 4.0
+# what `tune` changes; differences of logarithms of estimates that are no certain choice; what a
+# change of a logarithm costs
+TUNED = ("start", "per_doubling", "unit", "load", "tall", "memory", "first_part", "part", "tile")
+SOFT, STAY = 0.035, 0.004
 # rows that are left out at a time, of all; the quantile of errors that is called spread
 PARTS, SPREAD = 5, 0.85
 
@@ -155,10 +157,6 @@ def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
             like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
             if measured := [x for x in of_kind if way in x.figures]:
                 found[kind][way] = fit(kind, way, measured, like)
-    for kind, (other, factor) in UNMEASURED.items():
-        for way in WAYS[kind]:
-            costs = found[other][way]
-            found[kind].setdefault(way, costs._replace(unit=round(costs.unit * factor, 4)))
     return found
 
 
@@ -180,6 +178,44 @@ def judged(cases: list[Case]) -> list[tuple[Case, str]]:
             if len(cases[i].figures) > 2:
                 found.append((cases[i], choose(table, cases[i])))
     return found
+
+
+def tune(cases: list[Case], costs: dict[str, Costs]) -> dict[str, Costs]:
+    """Costs near the given ones by which choices of the cases, all of one kind, are better: each
+    way is fitted by itself, and two ways that are off in different directions are confused."""
+    cases = [x for x in cases if len(x.figures) > 1]
+    names, found = [*costs], dict(costs)
+    figures = np.array([[x.figures.get(way, math.nan) for way in names] for x in cases])
+    lost = np.nan_to_num(np.log(figures / np.nanmin(figures, 1, keepdims=True)))
+    scores = np.full(lost.shape, np.inf)
+
+    def scores_of(at: int, of_way: Costs) -> np.ndarray:
+        table = {cases[0].kind: {names[at]: of_way}}
+        return np.array([
+            ways.scores(x.shape._replace(tiles=tiles), table)[names[at]] if tiles else np.inf
+            for x in cases
+            for tiles in [tuple(tile for tile in x.shape.tiles if tile[0] == names[at])]
+        ])  # fmt: skip
+
+    def loss(scores: np.ndarray) -> float:
+        chances = np.exp(-(scores - scores.min(1, keepdims=True)) / SOFT)
+        return float(((chances * lost).sum(1) / chances.sum(1)).mean())
+
+    for at, way in enumerate(names):
+        scores[:, at] = scores_of(at, found[way])
+    least, moved, step = loss(scores), dict.fromkeys(itertools.product(names, TUNED), 0.0), 0.16
+    while step > 0.03:
+        before = least
+        for (way, name), sign in itertools.product(moved, (1, -1)):
+            by, at = moved[way, name] + sign * step, names.index(way)
+            tried = found[way]._replace(**{name: getattr(costs[way], name) * math.exp(by)})
+            column = scores_of(at, tried)
+            changed = np.concatenate([scores[:, :at], column[:, None], scores[:, at + 1 :]], 1)
+            paid = STAY * (by**2 - moved[way, name] ** 2)
+            if (reached := loss(changed)) + paid < least - 2e-5:
+                least, scores, found[way], moved[way, name] = reached, changed, tried, by
+        step /= 1 if least < before else 2
+    return {way: Costs(*(round(x, 4) for x in of)) for way, of in found.items()}
 
 
 def report(found: list[tuple[Case, str]]) -> Table:
@@ -236,6 +272,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--tune", nargs="*", default=[], metavar="KIND", help="such as few/d128/b1")
     parser.add_argument("--write", action="store_true", help="write the table of costs")
     options = parser.parse_args()
     rows = rows_of() + [row for path in options.add for row in rows_of_sweep(path)]
@@ -243,8 +280,15 @@ def main() -> None:
         write(rows)
     cases = cases_of(rows)
     console = Console()
-    console.print(report(judged(cases)))
-    table = fit_all(cases)
+    if options.tune:
+        costs = json.loads(ways.TABLE.read_text())["costs"]
+        table = {kind: {x: Costs(*y) for x, y in of.items()} for kind, of in costs.items()}
+        for kind in options.tune:
+            table[kind] = tune([x for x in cases if x.kind == kind], table[kind])
+        console.print(report([(x, choose(table, x)) for x in cases if len(x.figures) > 2]))
+    else:
+        console.print(report(judged(cases)))
+        table = fit_all(cases)
     chosen: dict[str, int] = {}
     for case in cases:
         if case.figures:
