@@ -69,7 +69,7 @@ class TileOptions(NamedTuple):
 
 
 # what is looked at at a time where no tile is cut
-UNCUT = {"PLACED": 8, "LOOKED_AT": 128, "STARTS": 256}
+UNCUT: dict[str, Any] = {"PLACED": 8, "LOOKED_AT": 128, "STARTS": 256}
 
 
 @triton.jit

@@ -90,13 +90,12 @@ def pointers(
     formats: Formats,
     target: Target,
     results: tuple[Tensor, Tensor],
-    workspace: tuple[Tensor | None, Tensor | None, Tensor | None],
+    workspace: tuple[Tensor | None, Tensor | None],
 ) -> Pointers:
     """The pointers of a call.
 
     results: out and softmax_lse
-    workspace: partial results and counters, if tiles are shared by programs; and the tile list, if
-        another kernel runs at the same time
+    workspace: partial results and counters, if tiles are shared by programs
     """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
