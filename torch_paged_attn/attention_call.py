@@ -470,7 +470,15 @@ def is_by_token(descale: Any, batch: int) -> bool:
     """Whether a k_descale or v_descale of a valid call has a scale for each token and head."""
     if descale is None or descale.ndim < 2:
         return False
-    return descale.ndim == 3 or descale.shape[0] != batch
+    return descale.ndim >= 3 or descale.shape[0] != batch
+
+
+def is_by_column(descale: Any, stored: Any) -> bool:
+    """Whether the v_descale of a valid call has scales for the columns of each token and head.
+
+    stored: k or v
+    """
+    return descale is not None and descale.ndim == stored.ndim
 
 
 def key_lengths(

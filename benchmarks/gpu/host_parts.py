@@ -3,8 +3,9 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/gpu/host_parts.py [--runs 40] [--json OUT]
 
 `no_gpu.py` stands in for the driver, so that what a launch takes in it, and what CUDA's allocator
-takes beyond the CPU's, are missing. A call is timed from each of the functions that it passes on
-its way, with the arguments that the function got; a part is the difference of two neighbours. All
+takes beyond the CPU's, are missing. A call is timed as users make it, past the dispatcher, and
+from each of the functions that it passes with the dispatcher, with the arguments that the function
+got; a part is the difference of two neighbours. All
 take turns, and a figure is the median of runs, in microseconds. Next, a step of LAYERS decode
 layers of a size that no call had before, and again; last, how long the functions that plan take in
 the first call of a new size, those that they call included.
@@ -29,7 +30,7 @@ no_gpu.pretend()
 from torch_paged_attn import flash_varlen, reshape_and_cache  # noqa: E402
 from torch_paged_attn.backends.triton import BACKEND  # noqa: E402
 from torch_paged_attn.backends.triton.runtime import launch_cache  # noqa: E402
-from torch_paged_attn.ops import _library  # noqa: E402
+from torch_paged_attn.ops import _library, kinds  # noqa: E402
 
 CALLS = 100
 HEADS, KV_HEADS, DIM, PAGE, CONTEXT = 32, 8, 128, 16, 1024
@@ -117,9 +118,14 @@ class Batch:
 
 def stations(op: str, call: Call) -> dict[str, Call]:
     """A call from each of the functions that it passes, the first first."""
-    for _ in range(2):
+    for _ in range(3):
         call()
-    found: dict[str, Call] = {"public function": call}
+
+    def dispatched() -> Any:
+        with no_gpu.replaced(kinds, "repeat", lambda *given: NotImplemented):
+            return call()
+
+    found: dict[str, Call] = {"public function": call, "(by the dispatcher)": dispatched}
 
     def stop_at(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def stopped(*args: Any, **options: Any) -> Any:
@@ -137,10 +143,11 @@ def stations(op: str, call: Call) -> dict[str, Call]:
     module = importlib.import_module(f"torch_paged_attn.ops.{op}")
     empty = getattr(torch.ops.host_parts, op).default
     operator = getattr(module, f"_{op}")
-    with no_gpu.replaced(module, f"_{op}", stop_at("operator", empty)):
-        call()
+    stopping = operator._replace(op=stop_at("operator", empty))
+    with no_gpu.replaced(module, f"_{op}", stopping):
+        dispatched()
     by_schema = found["operator"]
-    found["operator"] = functools.partial(operator, *by_schema.args, **by_schema.keywords)
+    found["operator"] = functools.partial(operator.op, *by_schema.args, **by_schema.keywords)
     nothing = torch.library.Library("host_parts_empty", "FRAGMENT")
     nothing.define(_library.SCHEMAS[op])
     nothing.impl(op, lambda *args, **options: results, "CPU")
@@ -152,7 +159,7 @@ def stations(op: str, call: Call) -> dict[str, Call]:
     found["gate for gradients"] = gate
     found["backend"] = functools.partial(BACKEND.function(op), *gate.args, **gate.keywords)
     with no_gpu.replaced(launch_cache, "call", stop_at("launch cache", launch_cache.call)):
-        call()
+        dispatched()
     key, _, *given = found["launch cache"].args
     guard, plan = launch_cache._recent[key][0]
     matched = guard.match(*given)

@@ -73,6 +73,10 @@ def tables(read_ceiling: float) -> list[Table]:
     def of_default(name: str) -> Column:
         return "{:.2f}", lambda row: speedup(row, "default", ours=name)
 
+    def of_own_default(keys: int) -> Column:
+        beside = f"default of {keys}"
+        return "{:.2f}", lambda row: speedup(row, beside, ours=f"registers, {keys}")
+
     def over_best(row: Row) -> float | None:
         peers = (speedup(row, peer) for peer in ("FA3", "cuDNN", "FA2"))
         return min((ratio for ratio in peers if ratio is not None), default=None)
@@ -215,6 +219,12 @@ def tables(read_ceiling: float) -> list[Table]:
                 "portable kernel": figure("portable", "{:.4g}"),
                 "portable, of default": of_default("portable"),
             },
+        ),
+        Table(
+            "of the default's speed, sums in registers: sequences x tokens",
+            "batch_invariant_attempts",
+            "",
+            {f"ranges of {keys:,} keys": of_own_default(keys) for keys in (2048, 256)},
         ),
         Table(
             "cache write, µs: tokens x KV heads x head_dim",

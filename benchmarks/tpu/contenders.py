@@ -17,12 +17,10 @@ from generations import Generation
 from jax import ShapeDtypeStruct
 from peers import Missing, jax_paged_attention, mla, rpa_v3, splash
 
-from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-from torch_paged_attn.backends.tpu.config import CHIPS, Config
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.flash_varlen_backward import flash_varlen_backward
+from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
+from torch_paged_attn.backends.tpu.functions import blocksparse, flash_varlen, flash_varlen_backward
 from torch_paged_attn.backends.tpu.pages import packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
+from torch_paged_attn.backends.tpu.tile_sizes import CHIPS, Config
 
 # what tests/schedules holds our kernels to
 BUDGET = Path(__file__).parent / "budget.json"

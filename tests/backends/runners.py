@@ -342,7 +342,7 @@ class Tpu(Runner):
     def attend(self, call, **changes):
         from jax_arrays import rng_words, to_jax
 
-        from torch_paged_attn.backends.tpu.config import Config
+        from torch_paged_attn.backends.tpu.tile_sizes import Config
 
         args = {name: to_jax(value) for name, value in (call.args | changes).items()}
         if args.get("rng_state") is not None:
@@ -382,7 +382,7 @@ class Tpu(Runner):
     def merge_gradients(self, *given):
         from jax_arrays import to_jax, to_torch
 
-        from torch_paged_attn.backends.tpu.merge_states_backward import merge_states_backward
+        from torch_paged_attn.backends.tpu.functions import merge_states_backward
 
         return tuple(to_torch(x) for x in merge_states_backward(*(to_jax(t) for t in given)))
 
@@ -399,7 +399,7 @@ class Tpu(Runner):
     def merge(self, *states, out_dtype=None):
         from jax_arrays import to_jax, to_torch
 
-        from torch_paged_attn.backends.tpu.merge_states import merge_states, merge_states_list
+        from torch_paged_attn.backends.tpu.functions import merge_states, merge_states_list
 
         if len(states) == 4:
             found = merge_states(*(to_jax(t) for t in states))
@@ -413,7 +413,7 @@ class Tpu(Runner):
         from jax_arrays import to_torch
         from pallas_oracle import watch
 
-        file = "reshape_and_cache" if op.startswith("reshape") else op
+        file = "cache_write" if op.startswith("reshape") else "functions"
         module = importlib.import_module(f"torch_paged_attn.backends.tpu.{file}")
         function = getattr(module, op)
         results = watch(lambda i: function(*args, interpret=i, **options), "on_wait")

@@ -1,5 +1,7 @@
 """The ops of selected keys as torch sees them: wrong calls, opcheck, compile, counting."""
 
+import functools
+
 import pytest
 import torch
 from right_calls import ints, packed, paged
@@ -203,6 +205,28 @@ def test_explain_says_who_has_it():
     assert found.backend == "cpu" and found.path.kernel
     for name in ("tpu", "neuron"):
         assert found.paths[name].kernel is None
+
+
+def on_hopper(op, *shapes, lists, **options):
+    """Which of Triton's kernels run a call of one sequence."""
+    make = functools.partial(torch.empty, device="meta")
+    rows = [make(shape, dtype=torch.bfloat16) for shape in shapes]
+    bounds = [make(2, dtype=torch.int32) for _ in range(2)]
+    more = () if lists is None else (make(lists, dtype=torch.int32),)
+    args = *rows, *more, *bounds, *([0, 0] if lists is None else [])
+    return torch_paged_attn.explain(op, *args, target="sm90:132", **options).paths["triton"].kernel
+
+
+def test_explain_names_the_kernels_of_hopper():
+    q, k = (8192, 64, 128), (98304, 4, 128)
+    blocks = functools.partial(on_hopper, "selected_attention", q, k, k, select_size=128)
+    assert blocks(lists=(8192, 4, 16)) == "hopper units"
+    assert blocks(lists=(8192, 4, 16), batch_invariant=True) == "portable"
+    latents = (9, 16, 64), (90, 1, 64), (90, 1, 512)
+    assert on_hopper("selected_attention", *latents, lists=(9, 1, 5)) == "portable"
+    keys = functools.partial(on_hopper, "select_keys", lists=None, num_units=9)
+    assert keys((64, 64, 128), (90, 1, 128), (64, 64)) == "hopper and portable"
+    assert keys((1, 64, 128), (90, 1, 128), (1, 64)) == "portable"
 
 
 @pytest.mark.parametrize("name", ["quest/decode/f16", "selected/everything/f32"])

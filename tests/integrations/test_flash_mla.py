@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torch_paged_attn import selected_attention
+from torch_paged_attn import reference, selected_attention
 from torch_paged_attn.integrations import flash_mla
 from torch_paged_attn.testing import assert_as_right_as
 
@@ -141,6 +141,39 @@ def test_with_kvcache_and_indices(sink, counts, extra):
     assert_like(out.flatten(0, 1), rows, (q.flatten(0, 1), caches, 0.1, 64, sink))
 
 
+def eight_bits(pages, size, seed):
+    """A cache of 656 bytes a token, and what it stands for."""
+    x = draw(pages, size, 1, 576, seed=seed)
+    latents = x[..., :512].float().unflatten(-1, (4, 128))
+    scales = latents.abs().amax(-1) / 448
+    stored = (latents / scales[..., None]).to(torch.float8_e4m3fn)
+    parts = stored.flatten(-2), scales, x[..., 512:]
+    cache = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+    real = (stored.float() * scales[..., None]).flatten(-2)
+    return cache, torch.cat([real, x[..., 512:].float()], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_with_kvcache_of_656_bytes(dtype, monkeypatch):
+    q, lists = draw(2, 3, 4, 576), lists_of(6, 80, 12)
+    lists[1], lists[2, 4] = -1, -1
+    cache, real = eight_bits(5, 16, 1)
+    extra, real_extra = eight_bits(3, 4, 2)
+    others = lists_of(6, 12, 5, seed=1)
+    args = q, cache.view(dtype), None, None, 512
+    options = {"is_fp8_kvcache": True, "indices": lists.view(2, 3, 12)}
+    with pytest.raises(NotImplementedError, match="v_descale by column"):
+        flash_mla.flash_mla_with_kvcache(*args, **options)
+    options["extra_k_cache"] = extra.view(dtype)
+    options["extra_indices_in_kvcache"] = others.view(2, 3, 5)
+    # a backend that takes the scales
+    monkeypatch.setattr(flash_mla, "selected_attention", reference.selected_attention)
+    out, lse = flash_mla.flash_mla_with_kvcache(*args, **options)
+    caches = [(real.flatten(0, 2), lists), (real_extra.flatten(0, 2), others)]
+    rows = lse.transpose(1, 2).flatten(0, 1)
+    assert_like(out.flatten(0, 1), rows, (q.flatten(0, 1), caches, 576**-0.5, 512, None))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_with_kvcache_to_all_keys(causal):
     q, cache = draw(2, 3, 4, 72), draw(6, 16, 1, 72, seed=1)
@@ -160,7 +193,8 @@ def test_with_kvcache_to_all_keys(causal):
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache"),
+        ({"is_fp8_kvcache": True, "indices": None}, NotImplementedError, "is_fp8_kvcache"),
+        ({"is_fp8_kvcache": True}, ValueError, "k_cache"),
         ({"causal": True}, ValueError, "causal"),
         ({"extra_k_cache": draw(1, 4, 1, 8)}, ValueError, "extra_indices_in_kvcache"),
         ({"extra_topk_length": torch.ones(1).int()}, ValueError, "extra_topk_length"),

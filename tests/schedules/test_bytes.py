@@ -8,7 +8,7 @@ from contenders import config_for
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct
 
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.functions import flash_varlen
 
 # XLA leaves all operands in HBM here; chips with more VMEM get some of them there
 GENERATION = GENERATIONS["tpu7x"]

@@ -21,13 +21,12 @@ from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from operations import read_operations
 
-from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.pages import heads_first, packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import (
+from torch_paged_attn.backends.tpu.cache_write import (
     reshape_and_cache,
     reshape_and_cache_split,
 )
+from torch_paged_attn.backends.tpu.functions import blocksparse, flash_varlen
+from torch_paged_attn.backends.tpu.pages import heads_first, packed_shape
 
 BATCH, KEYS = 4, 1024
 # both are far larger than all else, and multiples of 128, which XLA likes to have in the lanes

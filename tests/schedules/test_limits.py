@@ -20,11 +20,10 @@ from jax import ShapeDtypeStruct
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.cache_write import MOST_TOKENS, reshape_and_cache
+from torch_paged_attn.backends.tpu.functions import blocksparse, flash_varlen
+from torch_paged_attn.backends.tpu.kernels.launch import MOST_WORDS
 from torch_paged_attn.backends.tpu.pages import packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import MOST_TOKENS, reshape_and_cache
-from torch_paged_attn.backends.tpu.scalar_memory import MOST_WORDS
 
 HEADS, KV_HEADS, HEAD_DIM, CACHE_PAGES = 32, 8, 128, 4096
 SMEM_WORDS = 1 << 18

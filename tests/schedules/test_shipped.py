@@ -13,12 +13,14 @@ from contenders import config_for
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct
 
-from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.flash_varlen_backward import flash_varlen_backward
-from torch_paged_attn.backends.tpu.merge_states import merge_states
+from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
+from torch_paged_attn.backends.tpu.functions import (
+    blocksparse,
+    flash_varlen,
+    flash_varlen_backward,
+    merge_states,
+)
 from torch_paged_attn.backends.tpu.pages import packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # of a cache that is far larger than all else
 CACHE_PAGES = 4096

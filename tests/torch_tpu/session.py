@@ -20,8 +20,8 @@ from torch_tpu import _loader
 _loader._init_device_impl("tpu")  # what importing torch_tpu does where there is a TPU
 
 import torch_paged_attn  # noqa: E402
-from torch_paged_attn.backends.tpu import front_ends  # noqa: E402
-from torch_paged_attn.backends.tpu.binding import flash_varlen  # noqa: E402
+from torch_paged_attn.backends.tpu.torch_side import front_ends  # noqa: E402
+from torch_paged_attn.backends.tpu.torch_side.binding import flash_varlen  # noqa: E402
 from torch_paged_attn.ops.backend import serving  # noqa: E402
 
 BATCH, PAGES, PAGE, KV_HEADS, HEADS, DIM = 8, 8, 128, 8, 32, 128

@@ -30,18 +30,18 @@ def run():
     from jax_arrays import rng_words, to_jax, to_torch
     from pallas_oracle import watch
 
-    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.backends.tpu import functions
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
 
     # blocks and tiles so small that short sequences have several
     small = Config(block_k=256, step_k=128, tile_rows=64)
 
     def run(call, *dma_modes, **changes):
-        module = importlib.import_module(f"torch_paged_attn.backends.tpu.{call.op}")
         args = {name: to_jax(value) for name, value in call.args.items()}
         if args.get("rng_state") is not None:
             args["rng_state"] = rng_words(call.args["rng_state"])
         args = {"config": small} | args | changes
-        op = getattr(module, call.op)
+        op = getattr(functions, call.op)
         return tuple(to_torch(x) for x in watch(lambda i: op(**args, interpret=i), *dma_modes))
 
     return run

@@ -49,7 +49,7 @@ def test_a_cache_passed_whole_is_read_where_it_is(problem, run):
 
 @over(device_suite=["blocksparse/batched/f32"])
 def test_two_cores_give_the_same_bits(problem, run):
-    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
 
     config = Config(block_k=256, step_k=128, tile_rows=64)
     call = build(problem)
@@ -67,7 +67,7 @@ def test_two_cores_give_the_same_bits(problem, run):
     thorough=["llama3_8b/mixed/bf16"],
 )
 def test_steps_of_several_pieces_agree_too(problem, run):
-    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
 
     call = build(problem)
     config = Config(block_k=512, step_k=256, tile_rows=64)
@@ -113,7 +113,7 @@ def test_latent_decodes_agree_by_longer_blocks(run):
 
 
 def _assert_accurate_in_blocks_of(keys, problem, run):
-    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
 
     call = build(problem)
     config = Config(block_k=keys, step_k=keys // 2, tile_rows=64)

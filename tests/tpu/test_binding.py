@@ -12,9 +12,9 @@ from same_bits import assert_same_bits
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import arguments
-from torch_paged_attn.backends.tpu import binding, front_ends
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.torch_aliasing import is_front_of, memory_of, whole_of
+from torch_paged_attn.backends.tpu.torch_side import binding, front_ends
+from torch_paged_attn.backends.tpu.torch_side.tensors import is_front_of, memory_of, whole_of
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 # each with a tensor that has an entry for every sequence, or words of its own

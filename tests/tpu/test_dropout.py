@@ -19,14 +19,12 @@ OTHERS = (128, 256), (256, 512)
         *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHERS),
     ],
 )
-@pytest.mark.parametrize("low_products_only", [False, True])
 @pytest.mark.parametrize("query_axis", [0, 1], ids=["queries_stay", "keys_stay"])
-def test_kernels_keep_what_the_reference_keeps(query_axis, low_products_only, tile_q, keys):
+def test_kernels_keep_what_the_reference_keeps(query_axis, tile_q, keys):
     import jax.numpy as jnp
     import numpy as np
 
-    from torch_paged_attn.backends.tpu.config import Config
-    from torch_paged_attn.backends.tpu.scores import Scores
+    from torch_paged_attn.backends.tpu.kernels.scores import Scores
 
     seed, offset, p = 0x1234_5678_9ABC, 7, 0.3
     words = (seed & 0xFFFFFFFF, seed >> 32, offset)
@@ -35,9 +33,8 @@ def test_kernels_keep_what_the_reference_keeps(query_axis, low_products_only, ti
     )
     refs = types.SimpleNamespace(rng=[jnp.uint32(x) for x in words], tiles=tiles)
     options = types.SimpleNamespace(
-        tile_q=tile_q, group_size=GROUP, first_head=0, dropout_p=p, fold=1,
-        config=Config(low_products_only=low_products_only),
-    )  # fmt: skip
+        tile_q=tile_q, group_size=GROUP, first_head=0, dropout_p=p, fold=1
+    )
     sizes = (tile_q * GROUP, keys)
     piece = Scores.of_piece(refs, options, 0, jnp.int32(FIRST_KEY), sizes, query_axis)
     kept = torch.from_numpy(np.array(piece.keep(1)) != 0)  # of the second KV head
@@ -53,8 +50,7 @@ def test_high_halves_of_low_ones():
     import jax.numpy as jnp
     import numpy as np
 
-    from torch_paged_attn.backends.tpu.mulhi import mulhilo
-    from torch_paged_attn.backends.tpu.philox import MULTIPLIERS
+    from torch_paged_attn.backends.tpu.kernels.dropout import MULTIPLIERS, mulhilo
 
     edges = np.array([0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000], np.uint32)
     drawn = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)
@@ -62,7 +58,7 @@ def test_high_halves_of_low_ones():
     numbers = np.concatenate([edges, ~edges, drawn, drawn << 16, drawn >> 16, drawn | 0xFFFF])
     # the two halves' sum, which decides between two ways, up to 2**16 and above it
     for a in (*MULTIPLIERS, 0, 1, 0x7FFF8001, 0x80008000, 0x80008001, 0xFFFF0001, 0xFFFFFFFF):
-        high, low = mulhilo(a, jnp.asarray(numbers), low_products_only=True)
+        high, low = mulhilo(a, jnp.asarray(numbers))
         whole = a * numbers.astype(np.uint64)
         assert np.array_equal(np.asarray(high), whole >> 32)
         assert np.array_equal(np.asarray(low), whole & 0xFFFFFFFF)

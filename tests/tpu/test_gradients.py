@@ -13,13 +13,16 @@ from pallas_oracle import watch
 from same_bits import same_bits
 
 from torch_paged_attn import environment, reference
-from torch_paged_attn.backends.tpu import binding
-from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.differentiable import LSE, OUT
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.flash_varlen_backward import flash_varlen_backward
-from torch_paged_attn.backends.tpu.merge_states import merge_states
-from torch_paged_attn.backends.tpu.merge_states_backward import merge_states_backward
+from torch_paged_attn.backends.tpu.functions import (
+    LSE,
+    OUT,
+    flash_varlen,
+    flash_varlen_backward,
+    merge_states,
+    merge_states_backward,
+)
+from torch_paged_attn.backends.tpu.tile_sizes import Config
+from torch_paged_attn.backends.tpu.torch_side import binding
 from torch_paged_attn.testing import TRAINING, Gradients, assert_accurate_gradients, build
 
 # tiles so small that short sequences have several

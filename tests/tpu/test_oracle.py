@@ -10,9 +10,9 @@ from jax_arrays import to_jax, to_torch
 from pallas_oracle import observe
 
 from torch_paged_attn.backends.tpu.attention import attend
-from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.load_kv import KvLoader
+from torch_paged_attn.backends.tpu.functions import flash_varlen
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader
+from torch_paged_attn.backends.tpu.tile_sizes import Config
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])

@@ -46,8 +46,8 @@ def test_a_packed_cache_is_written_as_the_other_one():
     from jax_arrays import to_jax, to_torch
     from pallas_oracle import watch
 
+    from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
     from torch_paged_attn.backends.tpu.pages import packed_shape
-    from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 6, 2, 64, generator=generator).bfloat16()

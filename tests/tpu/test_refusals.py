@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.functions import flash_varlen
 
 BOUNDS = jnp.array([0, 3], jnp.int32)
 

@@ -8,8 +8,8 @@ from jax_arrays import to_jax, to_torch
 from pallas_oracle import DMA_MODES, watch
 
 from torch_paged_attn import reference
+from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
 from torch_paged_attn.backends.tpu.pages import packed_shape
-from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # each way of the DMAs is compiled anew, in seconds: one or two cases of a test have both
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -61,16 +61,16 @@ def test_runs_of_large_rows_have_fewer_buffers(monkeypatch):
     """Heads of 8 numbers at pages of 256 take 1 MiB of VMEM for each run on its way."""
     import jax
 
-    from torch_paged_attn.backends.tpu import write_partial
+    from torch_paged_attn.backends.tpu.cache_write import run_writer
 
-    assert [write_partial.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [
+    assert [run_writer.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [
         16,
         16,
         8,
         2,
     ]
     jax.clear_caches()
-    monkeypatch.setattr(write_partial, "MOST_BYTES", 1)
+    monkeypatch.setattr(run_writer, "MOST_BYTES", 1)
     g = torch.Generator().manual_seed(0)
     key, value = (torch.randn(len(RUNS), 3, 24, generator=g) for _ in range(2))
     kv_cache = torch.zeros(2, 6, 3, 32, 24)
@@ -93,9 +93,9 @@ def tiles(*firsts, size):
 
 
 def prompts(size):
-    """Slots of groups of four tiles, with what may stand between them: runs, a slot of no token, a
-    tile twice in a group, one that an earlier group is writing, one that the cache does not have;
-    and at last more groups than there are buffers, which share no tile.
+    """Slots of whole tiles, as a prompt's, with what may stand between them: shorter runs, a slot
+    of no token, a tile that is still being written, one that the cache does not have; and at last
+    more tiles than there are buffers, all different.
     """
     return [
         *tiles(0, 5 * size, 2 * size, 3 * size, size=size),
@@ -130,16 +130,16 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("dtype", "stored", "heads", "head_dim", "size"), KINDS)
-def test_groups_of_whole_tiles_and_runs(dtype, stored, heads, head_dim, size):
+def test_whole_tiles_and_runs(dtype, stored, heads, head_dim, size):
     g = torch.Generator().manual_seed(0)
-    groups = prompts(size)
+    prompt = prompts(size)
     shape = 2, 10, heads, 2 * size, head_dim
-    key, value = torch.randn(2, len(groups), *shape[2::2], generator=g).to(getattr(torch, dtype))
+    key, value = torch.randn(2, len(prompt), *shape[2::2], generator=g).to(getattr(torch, dtype))
     kv_cache = torch.randn(shape, generator=g).to(getattr(torch, stored))
     lies = packed_shape(shape) if head_dim == 64 else shape
     both = ways(size == 32)
     # as many slots, so that nothing is compiled anew
-    for slots in (groups, runs(20 * size, len(groups))):
+    for slots in (prompt, runs(20 * size, len(prompt))):
         slots = torch.tensor(slots, dtype=torch.int32)
         expected = kv_cache.clone()
         is_there = slots < 20 * size  # past the end: the reference raises, the kernel skips it

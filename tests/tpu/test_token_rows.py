@@ -87,8 +87,8 @@ def test_a_layout_without_room_for_its_words_goes_by_tiles():
     import jax
     import jax.numpy as jnp
 
-    from torch_paged_attn.backends.tpu.blocksparse import blocksparse
-    from torch_paged_attn.backends.tpu.config import CHIPS
+    from torch_paged_attn.backends.tpu.functions import blocksparse
+    from torch_paged_attn.backends.tpu.tile_sizes import CHIPS
 
     tokens, block = 60000, 128
     rows = -(-tokens // block)
@@ -133,7 +133,7 @@ OTHER_PARTS = {
 @pytest.mark.parametrize("case", cases(PARTS, OTHER_PARTS))
 def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
     """As 128 KV heads of DeepSeek's prefill do not on v4."""
-    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.backends.tpu.tile_sizes import Config
 
     wide = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128}
     call = build(dataclasses.replace(MIXED, **wide, **(PARTS | OTHER_PARTS)[case]))

@@ -14,9 +14,8 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_paged_attn import reference
-from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.merge_states import merge_states
+from torch_paged_attn.backends.tpu.functions import flash_varlen, merge_states
+from torch_paged_attn.backends.tpu.tile_sizes import Config
 from torch_paged_attn.testing import Truth, assert_accurate
 
 TOKENS, HEADS, KV_HEADS, DIM = 24, 4, 2, 16

@@ -57,6 +57,11 @@ KNOWN = {
     ("gfx1100", "selected/dsa_128_heads/bf16"): 1408,
     ("gfx1201", "deepseek_v3_2/latent_e4m3/bf16"): 512,
     ("gfx1100", "select_keys/blocks/f32"): 128,
+    # TODO: the same for scales by column; these are slow there
+    ("gfx1100", "deepseek_v3_2/rows_of_656_bytes/bf16"): 11264,
+    ("gfx1100", "selected/columns/f16"): 7424,
+    ("gfx1201", "deepseek_v3_2/rows_of_656_bytes/bf16"): 960,
+    ("gfx1201", "selected/columns/f16"): 2560,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 320,

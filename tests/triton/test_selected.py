@@ -5,6 +5,7 @@ import torch
 from covering import left_out
 
 from torch_paged_attn import reference
+from torch_paged_attn.selection_calls import arguments
 from torch_paged_attn.testing import SELECTED, assert_as_right_as, build
 from torch_paged_attn.testing.inputs import cumulative
 
@@ -30,6 +31,14 @@ def test_selected_mass(name, device):
     assert_as_right_as(selected_mass(**on(device, args)), golden, peer)
 
 
+def by_kernels(args, options):
+    """`select_keys` as the dispatcher calls it."""
+    from torch_paged_attn.backends.triton.select_keys import select_keys
+
+    listed = [x.name for x in arguments("select_keys") if not x.keyword_only]
+    return select_keys(*(args.get(name) for name in listed), **options)
+
+
 @pytest.mark.parametrize(
     ("pool", "score", "size", "causal", "is_paged"),
     [
@@ -43,8 +52,6 @@ def test_selected_mass(name, device):
 )
 def test_select_keys(pool, score, size, causal, is_paged, device):
     """Scores are whole numbers, many of them equal: the ids are the same."""
-    from torch_paged_attn.backends.triton.select_keys import select_keys
-
     g = torch.Generator().manual_seed(1)
 
     def numbers(*shape):
@@ -60,7 +67,7 @@ def test_select_keys(pool, score, size, causal, is_paged, device):
     else:
         args |= {"k": numbers(90, 2, 8), "weights": numbers(14, 4)}
         args["cu_seqlens_k"] = cumulative([50, 5, 30])
-    found = select_keys(**on(device, args), **options)
+    found = by_kernels(on(device, args), options)
     wanted = reference.select_keys(**args, **options)
     assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
 
@@ -82,7 +89,7 @@ def test_select_keys_of_long_rows(spread, options, device, monkeypatch):
     k = torch.randint(-spread, spread + 1, (4000, 1, 1), generator=g).float()
     args = HINTS | {"q": torch.tensor([[[1.0]], [[-1.0]]]), "k": k, "weights": None}
     args |= {"cu_seqlens_q": cumulative([2]), "cu_seqlens_k": cumulative([4000])}
-    found = select_keys.select_keys(**on(device, args), **options, score="identity")
+    found = by_kernels(on(device, args), options | {"score": "identity"})
     wanted = reference.select_keys(**args, **options, score="identity")
     assert all(torch.equal(f.cpu(), w) for f, w in zip(found, wanted, strict=True))
 

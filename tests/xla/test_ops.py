@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 
 import torch_paged_attn  # noqa: F401  the ops
 from torch_paged_attn import reference
-from torch_paged_attn.backends.tpu.torchax import register
+from torch_paged_attn.backends.tpu.torch_side.binding import register_torchax
 from torch_paged_attn.testing import Truth, assert_accurate
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 128, 2, 2, 1, 128
@@ -38,7 +38,7 @@ def on_xla(request):
 def on_torchax():
     import torchax
 
-    register()
+    register_torchax()
     environment = torchax.default_env()
     environment.load_ops()
 

@@ -16,8 +16,9 @@ from torch_paged_attn.integrations._storages import with_whole_rows
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.accepted import as_int32
 from torch_paged_attn.ops.append_and_attend import append_and_attend
-from torch_paged_attn.ops.attend_cache import attend_cache
+from torch_paged_attn.ops.attend_cache import OP, attend_cache
 from torch_paged_attn.ops.checks import refuse
+from torch_paged_attn.ops.repeated import repeat
 
 
 def in_one_call(
@@ -76,12 +77,15 @@ def attend_in_one_call(
         None for those that are not given; and k_start for a step of Transformers
     options: keyword arguments of `attend_cache`
     """
-    if not _has_one_call(tensors, others) or tensors[3].dtype is not torch.int32:
-        return None
     if others[1] is not None and type(max_seqlen_q) is int:
         options = options | {"max_seqlen_q": max_seqlen_q}
+    args = *tensors, *others
+    if (results := repeat(OP, args, options)) is not NotImplemented:
+        return results
+    if not _has_one_call(tensors, others) or tensors[3].dtype is not torch.int32:
+        return None
     try:
-        return attend_cache(*tensors, *others, **options)
+        return attend_cache(*args, **options)
     except (ValueError, NotImplementedError):
         return None  # the general code runs the call, or raises
 

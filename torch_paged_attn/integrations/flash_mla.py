@@ -5,7 +5,7 @@
 Any number of heads and any head_dim is allowed, and float32, float16 and bfloat16. As in FlashMLA,
 a sink scales `out` but is no part of `softmax_lse`, which is +inf where a query sees no key; the
 operators themselves count sinks in `softmax_lse` and have -inf there. The cache of 656 bytes a
-token (`is_fp8_kvcache`) is refused.
+token (`is_fp8_kvcache`) is read with `indices`, where the backend takes scales of latents.
 """
 
 from typing import Any
@@ -19,6 +19,9 @@ from torch_paged_attn.ops import flash_varlen, merge_states, selected_attention
 from torch_paged_attn.ops.checks import check_dim, check_shape, fail, refuse
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+# numbers of a latent, and bytes of a token in 8 bits
+LATENT, BYTES = 512, 656
 
 Parts = list[tuple[Tensor, Tensor]]
 
@@ -107,7 +110,9 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (batch, s_q, h_q, d_qk)
-        k_cache: (num_pages, page_size, h_kv, d_qk); its first head_dim_v columns are the values
+        k_cache: (num_pages, page_size, h_kv, d_qk); its first head_dim_v columns are the values.
+            With is_fp8_kvcache 656 bytes a token of any 8-bit dtype: 512 of e4m3, four float32
+            scales, each of 128 of these, and 64 rope keys of q's dtype
         block_table, cache_seqlens: (batch, max_pages) and (batch,) int32, without indices
         tile_scheduler_metadata, num_splits: schedules, which change no result: not used
         softmax_scale: None: 1 / sqrt(d_qk)
@@ -123,18 +128,20 @@ def flash_mla_with_kvcache(
         the sink, +inf where a query sees no key.
 
     Raises:
-        NotImplementedError: is_fp8_kvcache, whose scales `selected_attention` does not take.
+        NotImplementedError: is_fp8_kvcache without indices, or on a backend that does not take the
+            scales, such as the CPU's.
         ValueError: an argument of one kind of call with the other, or missing.
     """
     name = "flash_mla_with_kvcache"
-    if is_fp8_kvcache:
-        instead = "use a cache of 16 bits"
-        refuse(name, "is_fp8_kvcache=True (656 bytes a token) is not supported", instead)
+    if is_fp8_kvcache and indices is None:
+        instead = "use a cache of 16 bits, or give indices"
+        refuse(name, "is_fp8_kvcache=True without indices is not supported", instead)
     check_tensors(name, q=q, k_cache=k_cache)
     check_dim(name, "q", q, "(batch, s_q, h_q, d_qk)")
     batch, s_q = q.shape[:2]
     rows, bounds = q.flatten(0, 1), _constants.multiples(s_q, batch, q)
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
     options["out_dtype"] = _partial(q, attn_sink, extra_k_cache)
     if indices is None:
         sparse = {
@@ -164,7 +171,12 @@ def flash_mla_with_kvcache(
             caches.append(("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
         parts = []
         for extra, cache, slots, lengths in caches:
-            k, v = _pages(name, f"{extra}k_cache", cache, head_dim_v)
+            read: dict[str, Any] = {"q": rows}
+            if is_fp8_kvcache:
+                read = _latents(name, f"{extra}k_cache", rows, cache, head_dim_v)
+            else:
+                pages = _pages(name, f"{extra}k_cache", cache, head_dim_v)
+                read["k"], read["v"] = pages
             listing = f"{extra}indices_in_kvcache" if extra else "indices"
             check_dim(name, listing, slots, "(batch, s_q, topk)")
             shape = batch, s_q, slots.shape[2]
@@ -174,9 +186,12 @@ def flash_mla_with_kvcache(
                 check_shape(name, f"{extra}topk_length", lengths, (batch,), "(batch,)")
                 counts = lengths.repeat_interleave(s_q)[:, None]
             slots = slots.flatten(0, 1)[:, None]
-            parts.append(
-                selected_attention(rows, k, v, slots, bounds, num_selected=counts, **options)
-            )
+            listed: dict[str, Any] = {
+                "key_indices": slots,
+                "cu_seqlens_q": bounds,
+                "num_selected": counts,
+            }
+            parts.append(selected_attention(**read, **listed, **options))
     out, lse = _finished(name, rows, parts, attn_sink)
     return out.unflatten(0, (batch, s_q)), lse.unflatten(1, (batch, s_q)).transpose(0, 1)
 
@@ -193,6 +208,29 @@ def _pages(name: str, argument: str, cache: Tensor, head_dim_v: int) -> tuple[Te
     check_dim(name, argument, cache, "(num_pages, page_size, h_kv, d_qk)")
     pages = cache.transpose(1, 2)
     return pages, _values(name, "head_dim_v", pages, head_dim_v)
+
+
+def _latents(
+    name: str, argument: str, q: Tensor, cache: Tensor, head_dim_v: int
+) -> dict[str, Tensor]:
+    """Arguments of `selected_attention` for queries (rows, h_q, 576) and a cache of 656 bytes a
+    token."""
+    check_dim(name, argument, cache, "(num_pages, page_size, h_kv, 656)")
+    rope = q.shape[-1] - LATENT
+    if cache.element_size() != 1 or cache.shape[-1] != BYTES or rope * q.element_size() != 128:
+        given = f"{cache.dtype} {tuple(cache.shape)} for q of {q.dtype} {tuple(q.shape)}"
+        allowed = f"{BYTES} bytes a token for 16-bit queries of 576, with is_fp8_kvcache"
+        fail(name, argument, given, allowed)
+    if head_dim_v != LATENT:
+        fail(name, "head_dim_v", f"{head_dim_v}", f"{LATENT} with is_fp8_kvcache")
+    latents, scales, ropes = cache.view(torch.uint8).transpose(1, 2).split([LATENT, 16, 128], -1)
+    return {
+        "q": q[..., LATENT:],
+        "q_latent": q[..., :LATENT],
+        "k": ropes.view(q.dtype),
+        "v": latents.view(torch.float8_e4m3fn),
+        "v_descale": scales.view(torch.float32),
+    }
 
 
 def _partial(q: Tensor, *later: Tensor | None) -> torch.dtype | None:

@@ -18,6 +18,7 @@ from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, dispatch_keys, serving
 from torch_paged_attn.ops.checks import fail, refuse, storage_fault
 from torch_paged_attn.ops.lacking import refuse_lacking
+from torch_paged_attn.ops.repeated import REPEATED, Repeated
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
@@ -153,7 +154,12 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     checks = [] if backend.checks_metadata and backend.has(name) else [check]
     if environment.CHECK:
         checks = [functools.partial(_check_storages, GATES[name]), check, check_values]
-    return _checked(function, checks) if checks else function
+    if checks:
+        return _checked(function, checks)
+    if (again := backend.repeated(name)) is not None:
+        gate = GATES[name]
+        REPEATED[name] = Repeated(gate.op, again, gate.bump_versions if gate.written else None)
+    return function
 
 
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:

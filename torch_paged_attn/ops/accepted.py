@@ -30,6 +30,7 @@ class Operator(NamedTuple):
 
     op: torch._ops.OpOverload
     name: str
+    full_name: str  # with the overload
     positions: tuple[tuple[int, str], ...]  # of arguments with a form
     behind: int  # the number of arguments that every call passes by position
     lengths: tuple[int, ...]  # the positions of the lengths among them
@@ -45,15 +46,18 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     behind = listed.index("block_table") + 1 if "block_table" in listed else 0
     lengths = tuple(i for i, _ in positions if i < behind)
     others = frozenset(name for _, name in positions).difference(WINDOWS)
-    name = op._schema.name.removeprefix("paged_attn::")
-    return Operator(op, name, positions, behind, lengths, others, others.intersection(_INDICES))
+    name, overload = op._schema.name.removeprefix("paged_attn::"), op._schema.overload_name
+    full_name = f"{name}.{overload}" if overload else name
+    return Operator(
+        op, name, full_name, positions, behind, lengths, others, others.intersection(_INDICES)
+    )  # fmt: skip
 
 
 def as_accepted(
     operator: Operator, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, as the operator takes them."""
-    _, name, positions, behind, lengths, others, indices = operator
+    _, name, _, positions, behind, lengths, others, indices = operator
     # a decode step's call has no more than this
     if len(args) == behind and _are_usual(options, others, indices):
         for at in lengths:

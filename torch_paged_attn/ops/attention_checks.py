@@ -31,6 +31,8 @@ from torch_paged_attn.ops.checks import (
 INT32_MAX = 2**31 - 1
 # key positions, up to 2**31 keys times the ranks, stay well within 64 bits
 MOST_RANKS = 2**15
+# columns of a latent that share a scale
+LATENT_COLUMNS = 128
 # ops without int4 and without scales by token
 WITHOUT_TOKEN_SCALES = ("select_keys", "selected_mass")
 
@@ -155,7 +157,13 @@ def _check_scales(call: AttentionCall) -> None:
             shape = call.k.shape[:-1]
             sizes = "(num_pages, num_kv_heads, page_size)" if call.is_paged else "(total_k, heads)"
             by_token = f"by token {sizes} = {tuple(shape)}, "
-        if scale.shape != () and scale.shape != shape:
+        shapes: list[tuple[int, ...] | None] = [(), shape]
+        if name == "v_descale" and op == "selected_attention" and call.q_latent is not None:
+            columns = *call.k.shape[:-1], call.head_dim_v // LATENT_COLUMNS
+            if call.head_dim_v % LATENT_COLUMNS == 0:
+                by_token += f"by {LATENT_COLUMNS} columns {columns}, "
+                shapes.append(columns)
+        if scale.shape not in shapes:
             or_else = f"(), {by_token}"
             check_per_head(op, name, scale, "num_kv_heads", heads, call.batch, or_else)
     if call.result_dtype not in QUERY:

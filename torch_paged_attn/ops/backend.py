@@ -109,6 +109,13 @@ class Backend:
         module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
         return getattr(module, op.replace(".", "_"))
 
+    def repeated(self, op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+        """A function that runs a call of an op if it is like one of the last, and else returns
+        NotImplemented; None if the backend keeps no plans of the op. It is given what `function`
+        is, by position and by name, and is called without the dispatcher (`repeated.py`).
+        """
+        return None
+
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why the backend has no backward for this call of `flash_varlen` or `blocksparse`, whose
         forward it supports; None if it has one. Called at the forward. The text continues

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_paged_attn.ops.accepted import Operator, as_accepted
 from torch_paged_attn.ops.checks import fail, refuse
+from torch_paged_attn.ops.repeated import repeat
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -50,6 +51,8 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
             dimension of size 0.
     """
     args, options = as_accepted(operator, args, options)
+    if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
+        return results
     op = operator.op
     try:
         return op(*args, **options)

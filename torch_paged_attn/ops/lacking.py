@@ -7,7 +7,7 @@ Each of them changes the result, so a backend that does not support one has to r
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_paged_attn.attention_call import arguments, defaults, is_by_token
+from torch_paged_attn.attention_call import arguments, defaults, is_by_column, is_by_token
 from torch_paged_attn.ops.checks import refuse
 
 _LISTED = [x for x in arguments("flash_varlen") if x.is_optional]
@@ -16,7 +16,9 @@ _OFFSETS = "rng_state[2:]"
 # of a cache: a scale for each token and head, and two numbers a byte
 TOKEN_SCALES = ("k_descale by token", "v_descale by token")
 INT4 = ("k in int4", "v in int4")
-OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS, *TOKEN_SCALES, *INT4)
+# of latents: scales of each token and head for LATENT_COLUMNS columns each
+COLUMN_SCALES = ("v_descale by column",)
+OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS, *COLUMN_SCALES, *TOKEN_SCALES, *INT4)
 # those that a backward takes as well
 OF_BACKWARD = (*(x.name for x in _LISTED if x.in_backward), _OFFSETS)
 
@@ -26,7 +28,10 @@ _DEFAULTS = defaults("flash_varlen")
 _FORMS: dict[str, Callable[[Any, Any], bool]] = {
     # `rng_state` has 5 entries of int64, or more if a backend has split it into 32-bit words
     "[2:]": lambda x, call: x.shape[0] >= 5,
-    " by token": lambda x, call: is_by_token(x, call.cu_seqlens_q.shape[0] - 1),
+    " by token": lambda x, call: (
+        is_by_token(x, call.cu_seqlens_q.shape[0] - 1) and not is_by_column(x, call.k)
+    ),
+    " by column": lambda x, call: is_by_column(x, call.k),
     " in int4": lambda x, call: "uint8" in str(x.dtype),  # of torch or of JAX
 }
 

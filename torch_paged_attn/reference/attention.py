@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token, key_lengths
+from torch_paged_attn.attention_call import (
+    AttentionCall,
+    is_by_column,
+    is_by_token,
+    key_lengths,
+)
 from torch_paged_attn.reference.philox import dropout_keep
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -282,7 +287,11 @@ def _real_rows(
 
     rows = from_storage(rows_of(stored), compute).transpose(0, 1)
     if descale is not None and is_by_token(descale, call.batch):
-        scales = rows_of(descale).to(compute).T[..., None]
+        scales = rows_of(descale).to(compute).transpose(0, 1)
+        if is_by_column(descale, stored):  # (num_kv_heads, keys, groups of columns)
+            scales = scales.repeat_interleave(rows.shape[-1] // scales.shape[-1], -1)
+        else:
+            scales = scales[..., None]
     else:
         scales = _descale(call, descale, b, compute)[:, None, None]
     real = rows.new_zeros(heads, seen.shape[1], rows.shape[-1])

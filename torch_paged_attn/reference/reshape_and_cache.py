@@ -1,9 +1,18 @@
 """Plain PyTorch `reshape_and_cache`, which writes into the cache like the op."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from torch_paged_attn.reference.attention import to_storage
+
+
+def _places(slot_mapping: Tensor, page_size: int) -> Iterator[tuple[int, int, int]]:
+    """The tokens that have a slot, each with its page and its offset there."""
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            yield token, slot // page_size, slot % page_size
 
 
 def reshape_and_cache_split(
@@ -16,15 +25,12 @@ def reshape_and_cache_split(
     v_scale: Tensor | None = None,
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with a pair of caches."""
-    page_size = k_cache.shape[2]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0:
-            continue
+    for token, page, offset in _places(slot_mapping, k_cache.shape[2]):
         for new, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
             row = new[token].float()
             if scale is not None:
                 row = row / scale.view(-1, 1)
-            cache[slot // page_size, :, slot % page_size] = to_storage(row, cache.dtype)
+            cache[page, :, offset] = to_storage(row, cache.dtype)
 
 
 def reshape_and_cache(
@@ -54,11 +60,7 @@ def reshape_and_cache_quantize(
     slot_mapping: Tensor,
 ) -> None:
     """Arguments as in the op `reshape_and_cache.quantize`."""
-    page_size = k_cache.shape[2]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0:
-            continue
-        page, offset = slot // page_size, slot % page_size
+    for token, page, offset in _places(slot_mapping, k_cache.shape[2]):
         for new, cache, scales in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
             row = new[token].float()
             scale = row.abs().amax(-1) / LARGEST[cache.dtype]

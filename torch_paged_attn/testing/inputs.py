@@ -15,6 +15,7 @@ import torch_paged_attn
 from torch_paged_attn import backward_call, reference
 from torch_paged_attn.attention_call import is_by_token, option_names, per_sequence_tensors
 from torch_paged_attn.backward_call import GRADIENTS
+from torch_paged_attn.ops.attention_checks import LATENT_COLUMNS
 from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients
@@ -25,6 +26,8 @@ NAN = float("nan")
 INVALID_PAGES = (-1, 2**31 - 1, -(2**31))
 # what 1 in a cache of integers stands for, about: int8, and int4 in uint8
 UNITS = {torch.int8: 1 / 30, torch.uint8: 1 / 2.5}
+# values of `Problem.descale`: scales of each token
+BY_TOKEN = ("tokens", "columns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +220,7 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
         args[name] = _store(x, _stored_dtype(problem, name))
     if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
         args["v"] = _first_columns(args["k"], head_dim_v)
-    if problem.descale == "tokens":
+    if problem.descale in BY_TOKEN:
         args |= _token_scales(problem, (len(written),), (written.nonzero()[:, 0],))
     if problem.k_ranges:
         args["k_start"] = torch.tensor(starts, dtype=torch.int32)
@@ -244,27 +247,30 @@ def _token_scales(
     """
     g = torch.Generator().manual_seed(problem.seed + 2)
     found = {}
-    for name in ("k", "v"):
+    more: tuple[int, ...] = ()
+    if problem.descale == "columns":
+        more = ((problem.head_dim_v or problem.head_dim) // LATENT_COLUMNS,)
+    for name in ("k", "v") if problem.descale == "tokens" else ("v",):
         unit = UNITS.get(_stored_dtype(problem, name), 1.0)
-        scales = torch.full((*shape, problem.num_kv_heads), NAN)
-        tokens = torch.rand(len(places[0]), problem.num_kv_heads, generator=g)
+        scales = torch.full((*shape, problem.num_kv_heads, *more), NAN)
+        tokens = torch.rand(len(places[0]), problem.num_kv_heads, *more, generator=g)
         scales[places] = (0.5 + tokens) * unit
         # (num_pages, num_kv_heads, page_size), or (total_k, num_kv_heads)
-        found[f"{name}_descale"] = scales.movedim(-1, 1).contiguous()
+        found[f"{name}_descale"] = scales.movedim(len(shape), 1).contiguous()
     return found
 
 
 def _in_rows(args: dict[str, Any]) -> dict[str, Any]:
     """The same pages and scales, those of each token and head behind one another."""
     rows = args["k"].transpose(1, 2)  # (num_pages, page_size, num_kv_heads, ...)
-    parts = [args[name].transpose(1, 2) for name in ("k", "k_descale", "v", "v_descale")]
+    # with scales by column as vLLM has them: latents, their scales, rope
+    order = ("k", "k_descale", "v", "v_descale") if "k_descale" in args else ("v", "v_descale", "k")
+    parts = [args[name].transpose(1, 2) for name in order]
     sizes = [4 if x.dtype == torch.float32 and x.dim() == 3 else x[0, 0, 0].nbytes for x in parts]
     widths = [-(-size // 4) * 4 for size in sizes]
     memory = torch.full((*rows.shape[:3], sum(widths)), 0xFF, dtype=torch.uint8)
     found, at = dict(args), 0
-    for name, x, size, width in zip(
-        ("k", "k_descale", "v", "v_descale"), parts, sizes, widths, strict=True
-    ):
+    for name, x, size, width in zip(order, parts, sizes, widths, strict=True):
         view = memory[..., at : at + size].view(x.dtype)
         view = view[..., 0] if x.dim() == 3 else view
         found[name] = view.copy_(x).transpose(1, 2)
@@ -319,11 +325,11 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
     }
     if problem.cache_layout == "mla":
         args["v"] = _first_columns(args["k"], head_dim_v)
-    if problem.descale == "tokens":
+    if problem.descale in BY_TOKEN:
         slots = torch.cat([torch.zeros(2, 0, dtype=torch.int64), *places], 1)
         args |= _token_scales(problem, (num_pages, page_size), tuple(slots))
         if problem.cache_layout == "nhd":
-            for name in ("k_descale", "v_descale"):
+            for name in {"k_descale", "v_descale"} & set(args):
                 args[name] = args[name].transpose(1, 2).contiguous().transpose(1, 2)
         elif problem.cache_layout == "rows":
             args = _in_rows(args)
@@ -423,10 +429,10 @@ def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, An
         args["attn_bias"] = bias
     if problem.sinks:
         args["sinks"] = _randn(g, heads)
-    shapes = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads), "tokens": (kv_heads,)}
+    shapes = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads)}
     if problem.descale:
-        shape = shapes[problem.descale]
-        for name in ("k_descale", "v_descale") if problem.descale != "tokens" else ():
+        shape = shapes.get(problem.descale, (kv_heads,))
+        for name in ("k_descale", "v_descale") if problem.descale not in BY_TOKEN else ():
             unit = UNITS.get(_stored_dtype(problem, name[0]), 1.0)
             args[name] = (0.5 + torch.rand(shape, generator=g)) * unit
         if problem.dtype.itemsize == 1:

@@ -83,7 +83,8 @@ class Problem:
     bias: str = ""  # "float" or "bool"
     bias_heads: str = "one"  # or "all"
     sinks: bool = False
-    descale: str = ""  # "scalar", "heads", "batch" or "tokens"
+    # "scalar", "heads", "batch", "tokens", or "columns": of v alone, 128 of each token
+    descale: str = ""
     dropout_p: float = 0.0
     dropout_base: tuple[int, int, int] | None = None  # head, row, column: rng_state[2:]
     deterministic: bool = True
@@ -132,6 +133,7 @@ class Problem:
             "rng_state[2:]": self.dropout_base is not None,
             "k_descale by token": self.descale == "tokens",
             "v_descale by token": self.descale == "tokens",
+            "v_descale by column": self.descale == "columns",
             "k in int4": self.kv_dtype == torch.uint8,
             "v in int4": (self.v_dtype or self.kv_dtype) == torch.uint8,
         }

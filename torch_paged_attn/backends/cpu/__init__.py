@@ -11,6 +11,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import COLUMN_SCALES
 
 X86 = ("x86_64", "amd64")
 
@@ -21,7 +22,8 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
-    lacks = lacks_ops = ()
+    lacks = COLUMN_SCALES
+    lacks_ops = ()
     lacks_in_backward = ("key_ranks of blocksparse",)
 
     def unsupported(self) -> str | None:

@@ -109,10 +109,17 @@ def _imagined(call: AttentionCall) -> AttentionCall:
         )
         col = col.to(torch.int32).expand(layout.col_indices.shape)
         layout = dataclasses.replace(layout, crow_indices=crow, col_indices=col)
-    own: dict[str, Any] = {
-        name: x for name, x in found.items() if name not in ("crow_indices", "col_indices")
-    }
-    return dataclasses.replace(call, layout=layout, **own)
+    selection = call.selection
+    if selection is not None:  # a list names the first units
+        shape = selection.key_indices.shape
+        units = torch.arange(shape[-1], dtype=torch.int32).expand(shape)
+        counts = selection.num_selected
+        if counts is not None:
+            counts = torch.full(counts.shape, shape[-1], dtype=torch.int32)
+        selection = dataclasses.replace(selection, key_indices=units, num_selected=counts)
+    apart = "crow_indices", "col_indices", "key_indices", "num_selected"
+    own: dict[str, Any] = {name: x for name, x in found.items() if name not in apart}
+    return dataclasses.replace(call, layout=layout, selection=selection, **own)
 
 
 def _longest(call: AttentionCall) -> int:

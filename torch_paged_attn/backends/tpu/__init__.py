@@ -1,8 +1,8 @@
 """The TPU backend: the ops in Pallas, as pure JAX functions, and their way to torch.
 
-The files that are named like ops hold functions of these names, which take the op's arguments as
-JAX arrays; `differentiable.py` gives attention its gradients. `binding.py` puts the ops on torch
-tensors, `front_ends.py` finds the way to the device. Compiled by the TPU compiler and run by
+`functions.py` and `cache_write` hold functions that are named like ops and take their arguments as
+JAX arrays. `torch_side/binding.py` puts the ops on torch tensors, `front_ends.py` beside it finds
+the way to the device; `kernels` are Pallas'. Compiled by the TPU compiler and run by
 Pallas' interpreter; not tested on a TPU.
 """
 
@@ -21,13 +21,13 @@ class Tpu(Backend):
 
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
-        from torch_paged_attn.backends.tpu import front_ends
+        from torch_paged_attn.backends.tpu.torch_side import front_ends
 
         return front_ends.unsupported()
 
     def has(self, op: str) -> bool:
-        """Whether `binding.py` has the op."""
-        from torch_paged_attn.backends.tpu import binding
+        """Whether `torch_side/binding.py` has the op."""
+        from torch_paged_attn.backends.tpu.torch_side import binding
 
         return hasattr(binding, op.replace(".", "_"))
 
@@ -39,7 +39,7 @@ class Tpu(Backend):
 
     def function(self, op: str) -> Callable[..., Any]:
         """An op on torch tensors."""
-        from torch_paged_attn.backends.tpu import binding
+        from torch_paged_attn.backends.tpu.torch_side import binding
 
         return getattr(binding, op.replace(".", "_"))
 

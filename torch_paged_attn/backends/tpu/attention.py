@@ -1,8 +1,8 @@
 """`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
 
 Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
-one token, the others in long tiles (`choices.py`). No value is read on the host, and no program is
-compiled anew for other lengths.
+one token, the others in long tiles (`tile_sizes.py`). No value is read on the host, and no program
+is compiled anew for other lengths.
 """
 
 import dataclasses
@@ -15,25 +15,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.choices import plan, reads_tokens
-from torch_paged_attn.backends.tpu.config import Config, choose_config
 from torch_paged_attn.backends.tpu.dtypes import (
     EIGHT_BITS,
     FLOAT8,
     FLOATS,
+    SUBLANES,
     compute_dtype_of,
+    refuse,
     to_float8,
 )
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
-from torch_paged_attn.backends.tpu.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
+from torch_paged_attn.backends.tpu.kernels.launch import Modifiers, attend_tiles, attend_tokens
+from torch_paged_attn.backends.tpu.kernels.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.registers import SUBLANES
-from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
-from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries, repeat_tiles
-from torch_paged_attn.backends.tpu.token_bias import readable
-from torch_paged_attn.backends.tpu.xla_tiling import Heads
+from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan, reads_tokens
+from torch_paged_attn.backends.tpu.tiles import Cut, Heads, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 

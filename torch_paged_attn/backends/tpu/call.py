@@ -15,7 +15,7 @@ from jax import Array
 from torch_paged_attn import backward_call
 from torch_paged_attn.argument import Argument
 from torch_paged_attn.attention_call import arguments, defaults, tensor_names
-from torch_paged_attn.backends.tpu.layout_mask import Layout
+from torch_paged_attn.backends.tpu.kernels.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])

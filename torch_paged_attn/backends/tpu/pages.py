@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.float16 import to_bits
-from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES, rows_of_tile
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, rows_of_tile, to_bits
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
 REPAGED = 128  # keys of a page that keys are copied into

@@ -46,6 +46,10 @@ class Triton(Backend):
             return None
         return f"its kernels were compiled for {arch}, and no such GPU has run its tests"
 
+    def repeated(self, op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+        """A call whose plan was made for one of the last calls of the op."""
+        return getattr(self.function(op), "again", None)
+
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """Whether portable kernels run the call, Hopper's, or both, with which tiles and splits."""
         if (reason := self.unsupported()) is not None:

@@ -27,15 +27,34 @@ TENSORS = (
 )  # fmt: skip
 
 
-def attend_cache(
-    *tensors: Tensor | None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.attend_cache`."""
-    longest = 0
-    if max_seqlen_q:
-        is_packed = len(tensors) == len(TENSORS) and tensors[-1] is not None
-        longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
-    return launch_cache.call(f"attend_cache, {longest}", _planner(longest), tensors, options)
+class AttendCache:
+    """The operator, called with the arguments of `ops.attend_cache`."""
+
+    def __call__(
+        self,
+        *tensors: Tensor | None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        longest = _longest(tensors, max_seqlen_q, max_seqlen_k)
+        return launch_cache.call(f"attend_cache, {longest}", _planner(longest), tensors, options)
+
+    def again(self, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The results of a call like one of the last; NotImplemented for others."""
+        hints = options.pop("max_seqlen_q", 0), options.pop("max_seqlen_k", 0)
+        return launch_cache.again(f"attend_cache, {_longest(tensors, *hints)}", tensors, options)
+
+
+attend_cache = AttendCache()
+
+
+def _longest(tensors: tuple[Any, ...], max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """What `said_of_longest` returns for a call's hints."""
+    if not max_seqlen_q:
+        return 0
+    is_packed = len(tensors) == len(TENSORS) and tensors[-1] is not None
+    return said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
 
 
 @functools.cache

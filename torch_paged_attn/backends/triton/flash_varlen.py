@@ -197,15 +197,30 @@ class AttentionOp:
         self._known_kind_of = functools.lru_cache(MOST_HINTS)(self._kind_of)
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        at = self._hints
-        max_seqlen_q, max_seqlen_k = args[at], args[at + 1]
-        if max_seqlen_q < 0 or max_seqlen_k < 0:
+        if args[self._hints] < 0 or args[self._hints + 1] < 0:
             self._check(self._call_of(*args, **options))
+        return launch_cache.call(*self._planned_by(args), options)
+
+    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The results of a call like one of the last; NotImplemented for others."""
+        for hint in args[self._hints : self._hints + 2]:
+            if type(hint) is not int or hint < 0:
+                return NotImplemented
+        key, _, tensors = self._planned_by(args)
+        return launch_cache.again(key, tensors, options)
+
+    def _planned_by(
+        self, args: tuple[Any, ...]
+    ) -> tuple[str, Callable[..., Plan], tuple[Tensor | None, ...]]:
+        """The name in the launch cache of calls with such hints, the function that plans a call,
+        and the tensors that it takes.
+        """
+        at = self._hints
         is_packed = len(args) <= self._table or args[self._table] is None
         # symbols of a traced graph cannot be keys of a cache
         find = self._kind_of if is_traced() else self._known_kind_of
-        key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
-        return launch_cache.call(key, plan, (*args[:at], *args[at + 2 :]), options)
+        key, plan = find(args[at], args[at + 1], is_packed)
+        return key, plan, (*args[:at], *args[at + 2 :])
 
     def _kind_of(
         self, max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool

@@ -30,15 +30,19 @@ class AttentionOutOp(AttentionOp):
         self._name = OP
 
     def __call__(self, out: Tensor, *args: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        at = self._hints
-        max_seqlen_q, max_seqlen_k = args[at], args[at + 1]
-        if max_seqlen_q < 0 or max_seqlen_k < 0:
+        if args[self._hints] < 0 or args[self._hints + 1] < 0:
             check_out(AttentionCall.flash_varlen_out(out, *args, **options))
-        is_packed = len(args) <= self._table or args[self._table] is None
-        find = self._kind_of if is_traced() else self._known_kind_of
-        key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
-        tensors = *args[:at], *args[at + 2 :], out
-        return launch_cache.call(key, plan, tensors, options)[1]
+        key, plan, tensors = self._planned_by(args)
+        return launch_cache.call(key, plan, (*tensors, out), options)[1]
+
+    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """As `AttentionOp.again`."""
+        for hint in args[self._hints + 1 : self._hints + 3]:
+            if type(hint) is not int or hint < 0:
+                return NotImplemented
+        key, _, tensors = self._planned_by(args[1:])
+        found = launch_cache.again(key, (*tensors, args[0]), options)
+        return found if found is NotImplemented else found[1]
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
         """As `AttentionOp.plan`; the last of the tensors is `out`."""

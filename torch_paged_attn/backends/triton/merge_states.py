@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.runtime import launch_cache
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
@@ -155,11 +155,6 @@ def _merge_kernel(
     )
 
 
-def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.merge_states`."""
-    return launch_cache.call("merge_states", _plan, tensors, {})
-
-
 def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     check(out_a, lse_a, out_b, lse_b)
     total_q, num_heads, head_dim_v = out_a.shape
@@ -203,6 +198,10 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
         return out, lse
 
     return run
+
+
+# with the arguments of the op `merge_states`
+merge_states = PlannedOp("merge_states", _plan)
 
 
 @triton.jit(do_not_specialize=("total_q",))

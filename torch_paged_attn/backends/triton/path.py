@@ -24,7 +24,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
     with_aligned_copies,
 )
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
-from torch_paged_attn.backends.triton.hopper import mla, mla_work
+from torch_paged_attn.backends.triton.hopper import index_scores, mla, mla_work, selected_units
 from torch_paged_attn.backends.triton.hopper import selected as latent_lists
 from torch_paged_attn.backends.triton.hopper import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.choices import Form, choose_tiles
@@ -41,6 +41,7 @@ from torch_paged_attn.backends.triton.runtime.target import (
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.paths import Path
+from torch_paged_attn.selection_calls import SelectKeysCall
 
 # float32 and int32
 WORD = 4
@@ -95,11 +96,25 @@ def parse(target: str) -> Target:
 
 
 def _selected(op: str, call: Any) -> Path:
-    """Lists of latent keys have kernels of their own on Hopper."""
+    """Hopper has kernels of its own for lists of latent keys, for units that many tokens name, and
+    for the scores of index keys.
+    """
+    if op == "select_keys":
+        attention = SelectKeysCall.of(**call).attention()
+        reason = index_scores.unsupported(attention) or index_scores.unprofitable(attention)
+        if reason is not None:
+            return Path("triton", "portable", reason)
+        target = {"target": target_of(attention.q.device).arch}
+        reason = "index heads fill its tiles; units are selected by the portable kernel"
+        return Path("triton", "hopper and portable", reason, target)
     if op != "selected_attention":
         return Path("triton", "portable", "keys that lists name have this kernel alone")
     if (reason := latent_lists.unsupported(call)) is not None:
-        return Path("triton", "portable", reason)
+        of_units = selected_units.unsupported(call) or selected_units.unprofitable(call)
+        if of_units is None:
+            return _units(call)
+        is_of_keys = call.selection.select_size == 1
+        return Path("triton", "portable", reason if is_of_keys else of_units)
     options = latent_lists.options_of(call)
     groups, _, elements = latent_lists.shares_of_call(call, options)
     details = {
@@ -112,6 +127,22 @@ def _selected(op: str, call: Any) -> Path:
     }
     reason = "lists of single keys, whose values are columns of the keys; elsewhere, portable"
     return Path("triton", "hopper latent", reason, details, WORD * elements)
+
+
+def _units(call: AttentionCall) -> Path:
+    """Units that are read once for all tokens that name them."""
+    options, target = selected_units.options_of(call), target_of(call.q.device)
+    details: dict[str, Any] = {
+        "target": target.arch,
+        "hopper": {
+            "queries_per_tile": options.TOKENS,
+            "heads_per_tile": options.GROUP_SIZE,
+            "keys_per_tile": options.BLOCK_N,
+            "grid": (target.multiprocessors,),
+        },
+    }
+    reason = "many tokens name a unit, which is read once for all of them"
+    return Path("triton", "hopper units", reason, details, None)
 
 
 def _attention(call: AttentionCall) -> Path:

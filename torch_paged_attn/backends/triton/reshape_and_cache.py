@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton import quantize_rows
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
-from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.written_slots import (
     FEW_TOKENS,
@@ -140,21 +139,6 @@ def _reshape_and_cache_kernel(
     store_rows(
         value, pointers.v_cache, pointers.v_scale, place, strides.v, num_heads, DIM_V, OPTIONS
     )
-
-
-def reshape_and_cache(*args: Any) -> None:
-    """Arguments as in the op `reshape_and_cache`."""
-    launch_cache.call("reshape_and_cache", _plan, args, {})
-
-
-def reshape_and_cache_split(*args: Any) -> None:
-    """Arguments as in the op `reshape_and_cache.split`."""
-    launch_cache.call("reshape_and_cache.split", _plan_split, args, {})
-
-
-def reshape_and_cache_quantize(*args: Any) -> None:
-    """Arguments as in the op `reshape_and_cache.quantize`."""
-    launch_cache.call("reshape_and_cache.quantize", quantize_rows.plan, args, {})
 
 
 def _plan(
@@ -287,3 +271,9 @@ def _plan_write(
         copy(Pointers(*rows, *found[SLOTS:]))
 
     return run
+
+
+# with the arguments of the ops `reshape_and_cache`, its `split` and its `quantize`
+reshape_and_cache = PlannedOp("reshape_and_cache", _plan)
+reshape_and_cache_split = PlannedOp("reshape_and_cache.split", _plan_split)
+reshape_and_cache_quantize = PlannedOp("reshape_and_cache.quantize", quantize_rows.plan)

@@ -18,6 +18,7 @@ from torch_paged_attn.backends.triton.portable.selected_kernel import (
     _selected_fwd_kernel,
 )
 from torch_paged_attn.backends.triton.portable.selected_keys import SelectedPointers
+from torch_paged_attn.backends.triton.portable.selected_latents import _selected_latents_kernel
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
@@ -107,7 +108,7 @@ def _plan_portable(call: AttentionCall, given: list[str]) -> Callable[..., None]
     sizes = selected.sizes_of(call, splits)
     new_parts = [Allocation.like(x) for x in selected.new_parts(call, splits)] if splits > 1 else []
     launch = Launch(
-        _selected_fwd_kernel,
+        _selected_latents_kernel if options.SCALED_COLUMNS else _selected_fwd_kernel,
         (call.total_q * splits, call.num_kv_heads * -(-call.group_size // config.BLOCK_M)),
         **sizes._asdict(),
         strides=selected.strides_of(call),

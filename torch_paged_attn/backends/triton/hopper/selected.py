@@ -43,8 +43,8 @@ from torch_paged_attn.backends.triton.softmax import LOG2E
 REGISTERS = 224
 COLUMN_BOXES = 2
 
-# a tile has this many heads, or BLOCK_M for more (`selected_few_heads.py`)
-FEW_HEADS = 16
+# heads of a tile (`selected_few_heads.py`), or BLOCK_M for more
+FEWEST_HEADS, FEW_HEADS = 8, 16
 
 # keys of a pair of blocks, and elements of the pieces that a thread copies
 PAIR, PIECE = 128, 8
@@ -98,7 +98,7 @@ def _are_one_row(call: AttentionCall) -> bool:
 def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
-    heads = BLOCK_M if call.num_heads > FEW_HEADS else FEW_HEADS
+    heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), BLOCK_M)
     return ListOptions(
         HEAD_TILES=cdiv(call.num_heads, heads),
         PAGE_SIZE=call.page_size,
@@ -109,7 +109,8 @@ def options_of(call: AttentionCall) -> ListOptions:
         IS_ONE_ROW=_are_one_row(call),
         ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
         REGISTERS=REGISTERS,
-        COLUMN_BOXES=COLUMN_BOXES,
+        # 8 heads take the time of the copies, which barriers slow down
+        COLUMN_BOXES=1 if heads == FEWEST_HEADS else COLUMN_BOXES,
         PACKED_HEADS=heads,
         ROWS=heads,
     )
@@ -193,7 +194,7 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    is_few = options.PACKED_HEADS == FEW_HEADS
+    is_few = options.PACKED_HEADS <= FEW_HEADS
     launch = Launch(
         _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
         (programs,),

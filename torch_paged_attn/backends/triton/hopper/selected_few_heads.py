@@ -2,7 +2,8 @@
 
 A product has 64 rows at least, and few heads would fill a small part of them. So rows are keys and
 columns of values here, and heads are columns: scores (keys, heads) and results (columns of values,
-heads). One consumer, four warps, has all columns of values; the producer is `selected_producer.py`.
+heads), of 8 or 16 heads. One consumer, four warps, has all columns of values; the producer is
+`selected_producer.py`.
 """
 
 from triton.experimental import gluon
@@ -37,19 +38,20 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     thread_barrier,
 )
 
-# heads of a tile
-HEADS = gl.constexpr(16)
+# heads of the smallest tile, which takes the time of its copies
+LEAST_HEADS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def _products_layout():
-    """Of scores, (KEYS, HEADS), and results, (HALF, HEADS)."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS.value, 16])
+def _products_layout(heads):
+    """Of scores, (KEYS, heads), and results, (HALF, heads)."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, heads, 16])
 
 
 @gluon.jit
 def _add_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
     """Ask for the products of a quarter of the keys of pair n and queries, added to scores `s`."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
     WIDTH: gl.constexpr = HALF // COLUMN_BOXES
     SIDE: gl.constexpr = 1 if QUARTER == 1 or QUARTER == 2 else 0
@@ -68,8 +70,8 @@ def _add_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
 
 @gluon.jit
 def _thread_sums(p):
-    """(4, 8, HEADS): the part of a head's sum over keys that each thread adds up."""
-    return gl.sum(gl.reshape(p, [4, 2, 8, HEADS]), 1)
+    """(4, 8, heads): the part of a head's sum over keys that each thread adds up."""
+    return gl.sum(gl.reshape(p, [4, 2, 8, p.shape[1]]), 1)
 
 
 @gluon.jit
@@ -79,9 +81,10 @@ def _fold_block(
 ):  # fmt: skip
     """Fold block number BLOCK of pair n into the heads' references and partial sums of weights, and
     into the sums of values, whose columns are two halves."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     keys = pipelines.k
     result: gl.constexpr = low.type.layout
-    s = gl.zeros([KEYS, HEADS], gl.float32, _products_layout())
+    s = gl.zeros([KEYS, HEADS], gl.float32, _products_layout(HEADS))
     s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK)
     s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK + 1)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -103,17 +106,28 @@ def _fold_block(
     # a block's quarters have its columns in another order than those of the other block
     LOW: gl.constexpr = 3 * BLOCK
     HIGH: gl.constexpr = 1 + BLOCK
-    low = warpgroup_mma(keys.half(n, LOW).permute((1, 0)), p, low * gain, is_async=True)
-    high = warpgroup_mma(keys.half(n, HIGH).permute((1, 0)), p, high * gain, is_async=True)
-    low, high = warpgroup_mma_wait(0, deps=[low, high])
-    keys.release(2 * BLOCK)
+    low, high = low * gain, high * gain
+    if HEADS == LEAST_HEADS and BLOCK == 1:  # the quarter first that is loaded first
+        high = warpgroup_mma(keys.half(n, HIGH).permute((1, 0)), p, high, is_async=True)
+        low = warpgroup_mma(keys.half(n, LOW).permute((1, 0)), p, low, is_async=True)
+    else:
+        low = warpgroup_mma(keys.half(n, LOW).permute((1, 0)), p, low, is_async=True)
+        high = warpgroup_mma(keys.half(n, HIGH).permute((1, 0)), p, high, is_async=True)
+    if HEADS == LEAST_HEADS:
+        low, high = warpgroup_mma_wait(1, deps=[low, high])
+        keys.release(2 * BLOCK)
+        low, high = warpgroup_mma_wait(0, deps=[low, high])
+    else:
+        low, high = warpgroup_mma_wait(0, deps=[low, high])
+        keys.release(2 * BLOCK)
     keys.release(2 * BLOCK + 1)
     return m_new, l_i, low, high
 
 
 @gluon.jit
 def _store_half(x, to, head, num_heads, W: gl.constexpr):
-    """Store half of the columns of a token's heads, (HALF, HEADS), as rows of 2 HALF each."""
+    """Store half of the columns of a token's heads, (HALF, heads), as rows of 2 HALF each."""
+    HEADS: gl.constexpr = x.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1])
     x = gl.convert_layout(x.to(to.dtype.element_ty), layout)
     column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
@@ -125,7 +139,8 @@ def _store_half(x, to, head, num_heads, W: gl.constexpr):
 @gluon.jit
 def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
     """Compute every tile of queries."""
-    layout: gl.constexpr = _products_layout()
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    layout: gl.constexpr = _products_layout(HEADS)
     by_head: gl.constexpr = gl.SliceLayout(0, layout)
     pointers, work_info = params.pointers, pipelines.work_info
     num_heads = params.scalars.num_heads
@@ -198,7 +213,8 @@ def _hopper_selected_few_heads_kernel(
     keys = new_keys(q_desc, q_rope_desc, OPTIONS)
     pipelines = LatentPipelines(queries, keys, None, new_work_info(2), new_seen_keys())
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    probabilities = gl.allocate_shared_memory(q_desc.dtype, [HEADS, KEYS], swizzled)
+    shape: gl.constexpr = [OPTIONS.PACKED_HEADS, KEYS]
+    probabilities = gl.allocate_shared_memory(q_desc.dtype, shape, swizzled)
     sizes = ListSizes(
         total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
         stride_table, units, unit_pairs,

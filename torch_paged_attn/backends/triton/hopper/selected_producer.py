@@ -88,7 +88,7 @@ def _sequence_of(token, b, params):
 
 
 @gluon.jit
-def _find_sequence(token, b, params, OPTIONS: gl.constexpr):
+def find_sequence(token, b, params, OPTIONS: gl.constexpr):
     """A token's sequence, which is b or a later one."""
     pointers, sizes = params.pointers, params.sizes
     b = _sequence_of(token, b, params)
@@ -296,12 +296,12 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
     left = (total * (group + 1) // groups - unit).to(gl.int32)
     token = (unit // sizes.units).to(gl.int32)
     first = (unit % sizes.units).to(gl.int32)
-    sequence = _find_sequence(token, 0 * token, params, OPTIONS)
+    sequence = find_sequence(token, 0 * token, params, OPTIONS)
     n = 0
     tile = 0
     while left > 0:
         if token >= sequence.q_stop:
-            sequence = _find_sequence(token, sequence.b, params, OPTIONS)
+            sequence = find_sequence(token, sequence.b, params, OPTIONS)
         listed = _list_of(token, sequence, params, OPTIONS)
         units = gl.minimum(sizes.units - first, left)
         entry = first * sizes.unit_pairs * (2 * KEYS)

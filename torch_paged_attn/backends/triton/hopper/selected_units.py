@@ -66,6 +66,8 @@ def unsupported(call: AttentionCall) -> str | None:
         return "it has no softcap and no window_size_left"
     if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
+    if selection.key_indices.shape[2] == 0:
+        return "lists have no entries"
     size, groups = selection.select_size, selection.key_indices.shape[1]
     if size not in UNITS or groups != call.num_kv_heads or call.group_size not in GROUPS:
         return f"units of {size} keys for {groups} lists and {call.group_size} heads each"

@@ -254,7 +254,7 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _registers(consumers, of_consumer):
+def registers_of(consumers, of_consumer):
     """Registers of a thread, for each partition of warps but the first. Producers are a warp each;
     there are four, or warps that do nothing fill up their warpgroup."""
     left = 512 // (consumers + 1) // 8 * 8 * (consumers + 1) - consumers * of_consumer
@@ -301,5 +301,5 @@ def _hopper_attention_units_kernel(
             for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 4]
         ],
         [4] * (CONSUMERS - 1) + [1] * 4,
-        _registers(CONSUMERS, OPTIONS.REGISTERS),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS),
     )

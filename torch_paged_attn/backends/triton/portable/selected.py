@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.portable.formats import formats_of
 from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.runtime.target import (
     cdiv,
     next_power_of_2,
 )
+from torch_paged_attn.ops.attention_checks import LATENT_COLUMNS
 
 FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
@@ -75,7 +76,10 @@ def config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     """The tiles of a call."""
     itemsize = formats_of(call, target, False).product.primitive_bitwidth // 8
     dims = max(call.head_dim, call.head_dim_v)
-    return choose_selected_config(target, call.group_size, dims, itemsize)
+    config = choose_selected_config(target, call.group_size, dims, itemsize)
+    if is_by_column(call.v_descale, call.v) and not target.is_hip:
+        return dataclasses.replace(config, num_warps=8)  # scales take registers
+    return config
 
 
 def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
@@ -134,6 +138,7 @@ def options_of(
         CHAIN=FLOAT32_CHAIN if formats.is_precise else 0,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
+        SCALED_COLUMNS=LATENT_COLUMNS if is_by_column(call.v_descale, call.v) else 0,
         # where one tile at a time is on its way, there is nothing to gain, and registers to lose
         FINDS_AHEAD=config.num_stages > 1,
     )
@@ -164,7 +169,11 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
             return 0, 0
         return (0, x.stride(0)) if x.dim() == 1 else (x.stride(0), x.stride(1))
 
-    names = "q_descale", "k_descale", "v_descale"
+    by_column = 0, 0, 0
+    v_descale = scale(call.v_descale)
+    if call.v_descale is not None and is_by_column(call.v_descale, call.v):
+        page, head, slot = rows(call.v_descale)
+        v_descale, by_column = (0, head), (page, slot, call.v_descale.stride(-1))
     found = (
         *q.stride()[:2],
         *rows(call.k),
@@ -173,7 +182,10 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
         indices.stride(1) if groups > 1 else 0,
         indices.stride(2),
         counts.stride(1) if counts is not None and groups > 1 else 0,
-        *(stride for name in names for stride in scale(getattr(call, name))),
+        *scale(call.q_descale),
+        *scale(call.k_descale),
+        *v_descale,
+        *by_column,
     )
     return SelectedStrides._make(found)
 

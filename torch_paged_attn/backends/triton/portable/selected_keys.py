@@ -59,6 +59,9 @@ class SelectedStrides(NamedTuple):
     k_descale_head: Any
     v_descale_batch: Any
     v_descale_head: Any
+    v_descale_page: Any  # the last three: of scales by column
+    v_descale_slot: Any
+    v_descale_column: Any
 
 
 class SelectedSizes(NamedTuple):
@@ -112,6 +115,7 @@ class SelectedOptions(NamedTuple):
     CHAIN: int
     BLOCK_M: int
     BLOCK_N: int
+    SCALED_COLUMNS: int  # of values, that share a scale; 0: those of a head do
     FINDS_AHEAD: bool  # pages and slots of the next tile are held while one is multiplied
 
 
@@ -264,7 +268,7 @@ def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.const
     if pointers.k_descale is not None:
         at = token.b * strides.k_descale_batch + kv_head * strides.k_descale_head
         k_scale = q_scale * tl.load(pointers.k_descale + at)
-    if pointers.v_descale is not None:
+    if pointers.v_descale is not None and OPTIONS.SCALED_COLUMNS == 0:
         at = token.b * strides.v_descale_batch + kv_head * strides.v_descale_head
         v_scale = tl.load(pointers.v_descale + at)
     return named("low high latent head exists k_scale v_scale latent_scale")(

@@ -25,7 +25,7 @@ class Guard:
 
     __slots__ = (
         *("_absent", "_check", "_count", "_device", "_is_invariant", "_options", "_pick"),
-        "_target",
+        *("_target", "requires_grad"),
     )
 
     def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
@@ -45,6 +45,8 @@ class Guard:
         # -1 if the tensors are not on a GPU
         self._device = given[0].get_device() if given[0].is_cuda else -1
         self._is_invariant, self._target = environment.BATCH_INVARIANT, assumed()
+        # in no_grad mode; the check compares it with that of a call's tensors, but knows no mode
+        self.requires_grad = any(x.requires_grad for x in given)
 
     @staticmethod
     def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:

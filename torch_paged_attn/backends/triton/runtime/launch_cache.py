@@ -154,6 +154,35 @@ def _call(
     return planned.plan(present, [x.data_ptr() for x in present])
 
 
+def again(op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The results of a call that is like one of the op's last, and of which autograd records
+    nothing; NotImplemented for others. What is not a tensor matches no guard.
+    """
+    if not _function_modes():
+        for guard, plan in _recent.get(op, ()):
+            if guard.requires_grad and torch.is_grad_enabled():
+                continue
+            if (found := guard.match(tensors, options)) is not None:
+                return plan(*found)
+    return NotImplemented
+
+
+class PlannedOp:
+    """An operator whose arguments by position are tensors: `make_plan` takes them and the options
+    by name.
+    """
+
+    def __init__(self, name: str, make_plan: Callable[..., Plan]) -> None:
+        self._name, self._make_plan = name, make_plan
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return call(self._name, self._make_plan, args, options)
+
+    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """`again` of this operator."""
+        return again(self._name, args, options)
+
+
 def _guard(
     op: str, planned: Planned, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
 ) -> None:

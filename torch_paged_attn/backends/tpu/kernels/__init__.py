@@ -1,0 +1,1 @@
+"""The Pallas kernels of attention and of its gradients, and their launches."""

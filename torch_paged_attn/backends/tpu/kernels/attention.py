@@ -1,0 +1,238 @@
+"""The attention kernel: flash attention over tiles of queries (FlashAttention-2, arXiv 2307.08691).
+
+One grid step is one tile: a few tokens of one sequence, with all heads or, if these do not fit VMEM
+together, a part of them. The rows of a KV head are its group's, `row = g * tile_q + token`, so that
+a decode step's heads share the keys they read.
+Where these rows fill less than a register, several KV heads are stacked in one: their products stay
+apart, the softmax is shared. Keys are loaded in blocks and computed on in steps; those that no
+token of the tile sees are skipped.
+
+A step is latency: a product, a maximum over lanes, a power, a product. Several heads pass through
+these phases together, so that each works while the others wait.
+
+Steps of which every row sees every key are not masked. In the others masked scores are replaced,
+and values that no row sees are set to zero, so that their NaN are not multiplied.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.dropout import kept
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, TokenBias
+from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.kernels.q_out_dma import TokenRows, clear_padding, plan_tiles
+from torch_paged_attn.backends.tpu.kernels.scores import Pieces, Scores, for_heads
+from torch_paged_attn.backends.tpu.kernels.softmax import FLOOR, MASKED, Softmax, across, product
+
+
+def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
+    """What Pallas runs for each tile; `names` are those of `refs` (see `launch.py`)."""
+    named = ForwardRefs.named(names, refs)
+    core, step = pl.program_id(0), pl.program_id(1)
+    tile = step * options.config.num_cores + core
+    loader = KvLoader(named, options, num_tiles)
+    softmax = Softmax(named.m_i, named.l_i, named.acc)
+    attention = TileAttention(named, loader, softmax, options, tile)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        attention.for_heads(softmax.reset)
+
+    loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
+    attention.for_heads(attention.finish)
+
+
+def attention_of_tokens_kernel(
+    *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
+) -> None:
+    """The same with tokens as they lie. It cuts its tiles itself, `num_tiles` at most."""
+    named = ForwardRefs.named(names, refs)
+    core, step = pl.program_id(0), pl.program_id(1)
+    num_cores = options.config.num_cores
+    tile = step * num_cores + core
+    loader = KvLoader(named, options, num_tiles)
+    softmax = Softmax(named.m_i, named.l_i, named.acc)
+    attention = TileAttention(named, loader, softmax, options, tile)
+    rows = TokenRows(named, options, tile)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        plan_tiles(named, options, num_tiles)
+        if options.clears_padding:
+            pl.when(core == 0)(lambda: clear_padding(named, options, FLOOR))
+        attention.for_heads(softmax.reset)
+        pl.when(tile < named.num_tiles[0])(rows.fetch)
+
+    @pl.when(tile < named.num_tiles[0])
+    def _() -> None:
+        rows.arrange()
+        following = dataclasses.replace(rows, tile=tile + num_cores)
+        has_following = following.tile < named.num_tiles[0]
+        pl.when(has_following)(following.fetch)
+        loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
+        rows.begin_results(step > 0)
+        attention.for_heads(lambda heads: attention.finish(heads, rows))
+        rows.write_results(~has_following)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileAttention:
+    """One tile against the blocks of keys that it sees."""
+
+    refs: ForwardRefs
+    loader: KvLoader
+    softmax: Softmax
+    options: Options
+    tile: Array
+
+    def for_heads(self, body: Any) -> None:
+        """`body(heads)` for all heads, as many at a time as are computed on together."""
+        for_heads(self.softmax.m_i.shape[:2], body)
+
+    def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
+        """Write the results of some heads, of which every key has been folded in."""
+        refs, options = self.refs, self.options
+        for head in heads:
+            sink = None if refs.sinks is None else refs.sinks[0, head]
+            finish = self.softmax.finish if rows is None else self.softmax.finish_rows
+            out, *lse = finish(head, sink, options.compute_dtype, options.fold)
+            if refs.out_factor is not None:
+                factor = self.factor(refs.out_factor, head)[: out.shape[0]]
+                out = out * across(factor, out.shape[1])
+            if rows is not None:
+                rows.put(head, out, *lse)
+                continue
+            refs.out[0, head] = out.astype(refs.out.dtype)
+            refs.lse[0, pl.ds(head, 1), :] = lse[0]
+
+    def of_own_head(self, parts: Sequence[Array]) -> Array:
+        """(rows, n) of as many arrays (rows, n) as KV heads are stacked: a row comes from its own
+        head's array.
+        """
+        rows_each = self.options.group_size // self.options.stack * self.options.tile_q
+        whole = parts[0]
+        row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+        for i, part in enumerate(parts[1:], 1):
+            whole = jnp.where(row < i * rows_each, whole, part)
+        return whole
+
+    def factor(self, factors: Any, head: Any) -> Array:
+        """The KV heads' factors (rows, LANES), all lanes alike, of the tile's sequence."""
+        first_head = self.loader.first_kv_head(self.tile) + head * self.options.stack
+        heads = [first_head + i for i in range(self.options.stack)]
+        shape = self.softmax.m_i.shape[1:]
+        num_kv_heads = self.refs.k_hbm.shape[1]
+        first = self.refs.tiles.sequence[self.tile] * num_kv_heads
+        values = (factors[first + head] for head in heads)
+        return self.of_own_head([jnp.full(shape, value) for value in values])
+
+    def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
+        """Fold the block of keys in buffer `slot` into the softmax."""
+        refs, first = self.refs, block * self.loader.block_k
+        if refs.bias_rows is not None:
+            TokenBias(refs, self.options, self.tile).arrange(slot)
+        layout_of = None
+        if refs.layout is not None or refs.layout_words is not None:
+            layout_of = functools.partial(
+                LayoutMask.of_block, refs, self.options, self.tile, block, turn
+            )
+
+        def attend_heads(heads: list[Any] | None) -> None:
+            """All of them, or some that have layouts of their own."""
+
+            def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
+                self._attend(first, slot, place, width, layout, masked, heads)
+
+            layout = None if layout_of is None else layout_of(heads or [])
+            Pieces(self.refs, self.options, self.tile).walk(first, layout, attend)
+
+        if self.options.layouts_of_head:
+            self.for_heads(attend_heads)
+        else:
+            attend_heads(None)
+
+    def _attend(
+        self,
+        first: Array,
+        slot: Array,
+        place: Array,
+        width: int,
+        layout: LayoutMask | None,
+        masked: bool,
+        heads: list[Any] | None,
+    ) -> None:
+        """Fold piece `place` of a block, `width` keys, into the softmax of some or all heads."""
+        refs, loader, options = self.refs, self.loader, self.options
+        rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
+        first_key, columns = first + place * width, width // options.fold
+        piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
+        first_head: Any = 0
+        if options.head_splits > 1:  # the tile has some of the heads
+            part = lax.rem(self.tile, jnp.int32(options.head_splits))
+            first_head = part * self.softmax.m_i.shape[0]
+
+        def stored(buffers: Any, head: Any) -> list[Array]:
+            heads = (head * options.stack + i for i in range(options.stack))
+            return [loader.piece_of(buffers, slot, place, width, i) for i in heads]
+
+        def score(head: Any, keys: list[Array], bias: Array | None) -> Array:
+            scale: Any = options.softmax_scale
+            if refs.score_scale is not None:
+                scale = across(self.factor(refs.score_scale, head) * scale, columns)
+            products = self.of_own_head([product(refs.q[0, head], k, 1) for k in keys])
+            return piece.of(head, products, scale, bias)[0]
+
+        def without_unseen(stacks: list[list[Array]], seen: list[Array]) -> list[list[Array]]:
+            return [
+                [jnp.where(is_seen, x, jnp.zeros_like(x)) for x in stack]
+                for stack, is_seen in zip(stacks, seen, strict=True)
+            ]
+
+        def attend_heads(heads: list[Any]) -> None:
+            biases: list[Array | None] = [None] * len(heads)
+            if refs.bias_rows is not None:
+                biases = [TokenBias(refs, options, self.tile).of(x, place, width) for x in heads]
+            elif refs.bias is not None:
+                biases = [loader.bias_of(slot, head, place, width) for head in heads]
+            keys = [stored(refs.k_buffers, head) for head in heads]
+            if refs.v_buffers is None:
+                width_v = self.softmax.acc.shape[2]
+                values = [[x[:, :width_v] for x in stack] for stack in keys]
+            else:
+                values = [stored(refs.v_buffers, head) for head in heads]
+            if masked:
+                # without a bias all heads see the same
+                is_sparse = layout is not None or refs.bias is not None
+                masks = [
+                    piece.visible(head, place, columns, layout, bias)
+                    for head, bias in zip(heads, biases, strict=True)
+                ]
+                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
+                values = without_unseen(values, seen)
+                if options.fold > 1:
+                    # a row's zeros meet the other keys that lie beside its own
+                    keys = without_unseen(keys, seen)
+            scores = [score(*of_head) for of_head in zip(heads, keys, biases, strict=True)]
+            if masked:
+                scores = [
+                    jnp.where(visible, x, MASKED) for x, visible in zip(scores, masks, strict=True)
+                ]
+
+            def weigh(i: int, p: Array) -> Array:
+                if options.dropout_p > 0.0:
+                    p = kept(p, piece.keep(first_head + heads[i]))
+                return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
+
+            self.softmax.fold(heads, scores, weigh)
+
+        if heads is None:
+            self.for_heads(attend_heads)
+        else:
+            attend_heads(heads)

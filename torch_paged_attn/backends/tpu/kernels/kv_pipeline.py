@@ -1,0 +1,368 @@
+"""Blocks are copied from HBM into a ring of buffers in VMEM before they are used.
+
+A tile visits its blocks one after the other; `turn` is the number of a visit. Copies are started
+`num_buffers - 1` blocks ahead of the computation, also those of the next tile and sequence, so that
+no tile but a core's first one waits for an empty ring. A tile of queries visits all blocks of keys
+between its first and last key, or those of a list.
+
+A bias is read where it lies: `(1 or num_heads, total_q, keys)`, a DMA for a tile and a block.
+Copies begin at whole tiles of memory, and a sequence's tokens anywhere: what is copied begins up to
+a tile before them. What is computed on is in float32 and in base 2, once for each block; a bias of
+one head is then read by all of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.dtypes import rows_of_tile, widen
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
+from torch_paged_attn.backends.tpu.kernels.softmax import base_2
+
+
+class Cursor(NamedTuple):
+    """Which copy is started next, and which buffer is used next."""
+
+    tile: Array  # of the next copy
+    turn: Array  # of the next copy
+    slot: Array  # the buffer that is computed on next
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The buffers of one kernel; a subclass says what a block is."""
+
+    refs: Refs
+    options: Options
+    num_tiles: int
+
+    @property
+    def num_buffers(self) -> int:
+        """Blocks that there is room for."""
+        raise NotImplementedError
+
+    @property
+    def next_nonempty(self) -> Any:
+        """`(num_tiles + cores,)`: for each tile, that tile or else the core's next one that visits
+        a block."""
+        raise NotImplementedError
+
+    def turns(self, tile: Array) -> Array:
+        """How many blocks the tile visits."""
+        raise NotImplementedError
+
+    def block(self, tile: Array, turn: Array) -> Array:
+        """The block that the tile visits at this turn."""
+        raise NotImplementedError
+
+    def _start(self, tile: Array, block: Array, slot: Array) -> None:
+        raise NotImplementedError
+
+    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
+        raise NotImplementedError
+
+    def run_tile(
+        self,
+        saved: Any,
+        tile: Array,
+        is_first: Array,
+        use: Callable[[Array, Array, Array], None],
+    ) -> None:
+        """Call `use(block, slot, turn)` for each block of the tile. The core's first tile
+        (`is_first`) fills the ring; `saved`, in SMEM, keeps the cursor from tile to tile.
+        """
+
+        @pl.when(is_first)
+        def _() -> None:
+            for i, value in enumerate(self.fill(tile)):
+                saved[i] = value
+
+        def take(turn: Array, cursor: Cursor) -> Cursor:
+            block = self.block(tile, turn)
+            slot, cursor = self.load_next(cursor, tile, block)
+            use(block, slot, turn)
+            return cursor
+
+        cursor = Cursor(*(saved[i] for i in range(len(Cursor._fields))))
+        for i, value in enumerate(lax.fori_loop(0, self.turns(tile), take, cursor)):
+            saved[i] = value
+
+    def fill(self, tile: Array) -> Cursor:
+        """Start copies into all buffers but one, from `tile` on, the core's first one."""
+        cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
+
+        def start(slot: Array, cursor: Cursor) -> Cursor:
+            return self._advance(cursor, slot)
+
+        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
+
+    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
+        """Start one more copy, and wait for this block. Returns the block's buffer and the cursor
+        after it."""
+        slot = cursor.slot
+        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+        cursor = self._advance(cursor, free)
+        self._wait(tile, block, slot)
+        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
+
+    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+        """Start the copy of the cursor's block into buffer `slot`. Returns the cursor of the block
+        after it."""
+        tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
+
+        @pl.when(cursor.tile < self.num_tiles)
+        def _() -> None:
+            self._start(tile, self.block(tile, cursor.turn), slot)
+
+        turn = cursor.turn + 1
+        is_done = turn >= self.turns(tile)
+        following = self.next_nonempty[tile + self.options.config.num_cores]
+        return cursor._replace(
+            tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
+        )
+
+
+def rows_of_copy(tile_q: int, dtype: Any) -> int:
+    """Rows that have a tile's tokens among them, wherever these begin."""
+    unit = rows_of_tile(dtype)
+    return unit if tile_q == 1 else -(-(tile_q + unit - 1) // unit) * unit
+
+
+def readable(bias: Array, tile_q: int, block_k: int) -> Array:
+    """The bias of a call, of a type that kernels read, with whole copies of rows and of keys."""
+    if bias.dtype == jnp.bool_:
+        bias = jnp.where(bias, 0.0, -jnp.inf).astype(jnp.bfloat16)
+    elif bias.dtype != jnp.bfloat16:
+        bias = bias.astype(jnp.float32)
+    _, rows, keys = bias.shape
+    least, unit = rows_of_copy(tile_q, bias.dtype), rows_of_tile(bias.dtype)
+    more = max(least, -(-rows // unit) * unit) - rows
+    return jnp.pad(bias, ((0, 0), (0, more), (0, -keys % block_k)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBias:
+    """The bias of one tile's tokens on blocks of keys."""
+
+    refs: ForwardRefs
+    options: Options
+    tile: Array
+
+    def _rows(self) -> tuple[Array, Array]:
+        """Where the copy begins, and the tile's first token in it."""
+        refs, tiles = self.refs, self.refs.tiles
+        first = refs.cu_seqlens[tiles.sequence[self.tile]] + tiles.first_query[self.tile]
+        unit = rows_of_tile(refs.bias.dtype)
+        last = refs.bias.shape[1] - refs.bias_buffers.shape[2]
+        start = jnp.minimum(first & -unit, last)
+        return pl.multiple_of(start, unit), first - start
+
+    def copy(self, block: Array, slot: Array) -> Any:
+        """Of a block's bias into its buffer."""
+        refs, block_k = self.refs, self.options.block_k
+        start, _ = self._rows()
+        rows = pl.ds(start, refs.bias_buffers.shape[2])
+        columns = pl.ds(pl.multiple_of(block * block_k, block_k), block_k)
+        return pltpu.make_async_copy(
+            refs.bias.at[:, rows, columns],
+            refs.bias_buffers.at[slot],
+            refs.semaphores.at[2, slot],
+        )
+
+    def arrange(self, slot: Array) -> None:
+        """The tile's tokens of what has been copied, in float32 and in base 2."""
+        refs, tile_q, count = self.refs, self.options.tile_q, self.refs.bias_buffers.shape[2]
+        _, first = self._rows()
+
+        def arrange_head(head: Any, _: None) -> None:
+            copied = refs.bias_buffers[slot, head].astype(jnp.float32)
+            # what is copied begins at whole tiles, and only those can be loaded
+            own = pltpu.roll(copied, count - first, 0)[:tile_q]
+            place = (0, pl.ds(head, 1)) if tile_q == 1 else (head,)
+            refs.bias_rows[place] = base_2(own)
+
+        lax.fori_loop(0, refs.bias.shape[0], arrange_head, None)
+
+    def of(self, head: Any, place: Array, width: int) -> Array:
+        """(rows, width) of one KV head, or of a stack: piece `place` of the block."""
+        refs, size = self.refs, self.options.group_size
+        columns = pl.ds(pl.multiple_of(place * width, width), width)
+        if refs.bias.shape[0] == 1:
+            x, rows = refs.bias_rows[0, :, columns], refs.m_i.shape[1]
+            return jnp.tile(x, (size, 1)) if len(x) > 1 else jnp.broadcast_to(x, (rows, width))
+        heads = pl.ds(pl.multiple_of(head * size, size), size)
+        if self.options.tile_q == 1:
+            return refs.bias_rows[0, heads, columns]
+        return refs.bias_rows[heads, :, columns].reshape(-1, width)
+
+
+# a block's pages are started in groups of at most so many, and groups that are not needed skipped
+MOST_PAGES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLoader(Ring):
+    """The ring of buffers of one kernel.
+
+    Each buffer has a semaphore for keys, one for values and one for the bias: the interpreter then
+    sees a forgotten wait, which two copies on one semaphore would hide.
+    """
+
+    refs: KvRefs
+
+    @property
+    def next_nonempty(self) -> Any:
+        return self.refs.tiles.next_nonempty
+
+    @property
+    def num_buffers(self) -> int:
+        return self.refs.k_buffers.shape[0]
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block."""
+        return self.refs.k_buffers.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.refs.k_buffers.shape[3] * self.options.fold
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.pages * self.page_size
+
+    def turns(self, tile: Array) -> Array:
+        """How many blocks the tile visits."""
+        if self.refs.visits is not None:
+            return self.refs.num_visits[tile]
+        stop = lax.div(self.refs.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+        return stop - self._first_block(tile)
+
+    def block(self, tile: Array, turn: Array) -> Array:
+        """The block that the tile visits at this turn."""
+        if self.refs.visits is not None:
+            return self.refs.visits[tile * (self.refs.visits.shape[0] // self.num_tiles) + turn]
+        return self._first_block(tile) + turn
+
+    def first_kv_head(self, tile: Array) -> Any:
+        """Of a tile that may have some of the heads."""
+        apart = self.options.head_splits
+        if apart == 1:
+            return 0
+        part, num_kv_heads = lax.rem(tile, jnp.int32(apart)), self.refs.k_hbm.shape[1]
+        if num_kv_heads >= apart:
+            return part * (num_kv_heads // apart)
+        return lax.div(part, jnp.int32(apart // num_kv_heads))
+
+    def _first_block(self, tile: Array) -> Array:
+        return lax.div(self.refs.tiles.start[tile], jnp.int32(self.block_k))
+
+    def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
+        """The first and the end of the block's pages that some token of the tile sees."""
+        size = jnp.int32(self.page_size)
+        first = lax.div(self.refs.tiles.start[tile], size) - block * self.pages
+        stop = lax.div(self.refs.tiles.stop[tile] + (self.page_size - 1), size)
+        return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+
+    def piece_of(self, buffers: Any, slot: Array, place: Array, width: int, head: Any) -> Array:
+        """Keys or values of one KV head, (width // fold, n): piece `place` of the block in this
+        buffer.
+        """
+        rows = width // self.options.fold
+        if width < self.page_size:  # the block is one page
+            keys = pl.ds(pl.multiple_of(place * rows, rows), rows)
+            stored = buffers[slot, 0, head, keys, :]
+        else:
+            num_pages = width // self.page_size
+            stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(rows, -1)
+        return widen(stored, self.options.compute_dtype)
+
+    def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
+        """The bias (rows, width) of keys of the block in this buffer."""
+        head = head if self.refs.bias_buffers.shape[1] > 1 else 0
+        return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
+
+    def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        if isinstance(self.refs, ForwardRefs) and self.refs.bias_rows is not None:
+            return TokenBias(self.refs, self.options, tile).copy(block, slot)
+        columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+        count = self.refs.bias_buffers.shape[1]
+        heads = pl.ds(0, count)
+        if self.options.head_splits > 1 and self.refs.bias.shape[1] > 1:
+            heads = pl.ds(lax.rem(tile, jnp.int32(self.options.head_splits)) * count, count)
+        of_tokens = lax.div(tile, jnp.int32(self.options.head_splits))
+        return pltpu.make_async_copy(
+            self.refs.bias.at[of_tokens, heads, :, columns],
+            self.refs.bias_buffers.at[slot],
+            self.refs.semaphores.at[2, slot],
+        )
+
+    def _copies(self, tile: Array, page: Array, slot: Array, i: Any) -> list[Any]:
+        k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
+        stored = [(self.refs.k_hbm, self.refs.k_buffers, k_done)]
+        if self.refs.v_buffers is not None:
+            stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
+        heads: Any = slice(None)
+        if self.options.head_splits > 1:
+            heads = pl.ds(self.first_kv_head(tile), self.refs.k_buffers.shape[2])
+        return [
+            pltpu.make_async_copy(hbm.at[page, heads], buffers.at[slot, i], done)
+            for hbm, buffers, done in stored
+        ]
+
+    def _first_entry(self, sequence: Array) -> Array:
+        """Where the sequence's pages start in the table."""
+        if self.refs.table_start is None:
+            return sequence * self.options.table_stride
+        return self.refs.table_start[sequence]
+
+    def _start(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        if self.refs.bias is not None:
+            self._bias_copy(tile, block, slot).start()
+        entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
+        together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
+
+        def start_some(group: Any, _: None) -> None:
+            for i in range(together):
+                index = group * together + i
+                # a load that hangs on a condition costs more than one that is not needed
+                page = self.refs.table[entry + index]
+
+                @pl.when((index >= first) & (index < stop))
+                def _(index=index, page=page):
+                    for copy in self._copies(tile, page, slot, index):
+                        copy.start()
+
+        if together == self.pages:
+            start_some(0, None)
+        else:
+            end = lax.div(stop + (together - 1), jnp.int32(together))
+            lax.fori_loop(lax.div(first, jnp.int32(together)), end, start_some, None)
+
+    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        if self.refs.bias is not None:
+            self._bias_copy(tile, block, slot).wait()
+        # the plain interpreter knows no size that is not a number
+        if self.options.interpret is not True:
+            # one wait for as many bytes as all the pages have
+            for done, buffers in enumerate((self.refs.k_buffers, self.refs.v_buffers)):
+                if buffers is None:
+                    continue
+                copied = buffers.at[slot, pl.ds(first, stop - first)]
+                pltpu.make_async_copy(copied, copied, self.refs.semaphores.at[done, slot]).wait()
+            return
+        for i in range(self.pages):
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i):
+                for copy in self._copies(tile, jnp.int32(0), slot, i):
+                    copy.wait()

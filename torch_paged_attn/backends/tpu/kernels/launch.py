@@ -1,0 +1,341 @@
+"""The launches of kernels: where each operand lies, and which part a grid step gets.
+
+`attend_tiles` is given tiles that XLA has laid out, `attend_tokens` tokens as they lie; the kernels
+compute the same. The scalar core's memory holds a kernel's tables whole: page ids, lengths, tiles,
+slots. It has 1 MiB on every generation. libtpu says so when it compiles, in words of its own, and
+Pallas' interpreter never does; here a call is refused by name before
+(`tests/schedules/test_limits.py`).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
+from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.attention import (
+    attention_kernel,
+    attention_of_tokens_kernel,
+)
+from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
+from torch_paged_attn.backends.tpu.kernels.layout_mask import TileLayout, union_of_heads
+from torch_paged_attn.backends.tpu.pages import Pages
+from torch_paged_attn.backends.tpu.tiles import Tiles
+
+# numbers of 32 bits, without what the compiler keeps there: spilled registers, the grid's indices
+MOST_WORDS = (1 << 18) - (1 << 13)
+
+
+def require_room(
+    op: str,
+    scalars: dict[str, Array],
+    inputs: dict[str, tuple[Array, Any]],
+    scratch: dict[str, Any],
+) -> None:
+    """Raise NotImplementedError, with the largest tables, where a kernel has too many numbers.
+
+    `scalars` lie there whole, and so do `inputs` and `scratch` of that memory; an input that comes
+    by grid steps is there twice.
+    """
+    sizes = {name: _padded(x.shape) for name, x in scalars.items()}
+    for name, (x, spec) in inputs.items():
+        if spec.memory_space == pltpu.SMEM:
+            block = spec.block_shape
+            sizes[name] = _padded(x.shape) if block is None else 2 * _padded(block)
+    for name, x in scratch.items():
+        if getattr(x, "memory_space", None) == pltpu.SMEM:
+            sizes[name] = _padded(x.shape)
+    if (words := sum(sizes.values())) > MOST_WORDS:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        named = ", ".join(f"{name} {sizes[name]}" for name in largest)
+        refuse(op, f"tables of {words} numbers ({named}); supported: {MOST_WORDS}")
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    """Words of an array, whose rows fill whole lanes."""
+    return math.prod(shape[:-1]) * -(-shape[-1] // LANES) * LANES
+
+
+IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
+IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+class Modifiers(NamedTuple):
+    """Operands that change scores or results, None where the call does not have them.
+
+    Stacked KV heads count as one, but in `score_scale` and `out_factor`.
+    """
+
+    # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2; or of tokens as they lie
+    bias: Array | None
+    sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
+    slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
+    score_scale: Array | None  # (batch * num_kv_heads,)
+    out_factor: Array | None  # (batch * num_kv_heads,)
+    rng: Array | None  # three int32: the seed's low and high word, the offset
+
+
+def of_tile(shape: tuple[int, ...], num_cores: int, **memory: Any) -> pl.BlockSpec:
+    """The grid step's tile of an operand whose first axis is tiles."""
+
+    def index(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return step * num_cores + core, *(0 for _ in shape[1:])
+
+    return pl.BlockSpec((1, *shape[1:]), index, **memory)
+
+
+def of_sequence(x: Array, num_cores: int, heads: int, apart: int = 1) -> pl.BlockSpec:
+    """What an operand (1 or batch, num_kv_heads, ...) has for the tile's sequence; the kernel's
+    first table says which one that is.
+    """
+
+    def index(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
+        tile = step * num_cores + core
+        head = lax.rem(tile, jnp.int32(apart)) if apart > 1 else 0
+        return sequence[tile] if x.shape[0] > 1 else 0, head, 0, 0
+
+    return pl.BlockSpec((1, heads, *x.shape[2:]), index)
+
+
+class Result(NamedTuple):
+    """A result, and where it lies: in HBM for the kernel to copy to, unless `spec` says which part
+    is a grid step's. It may take the memory of an input, which has its initial values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: pl.BlockSpec = IN_HBM
+    in_place_of: str = ""
+
+
+class Memory(NamedTuple):
+    """What a kernel is given, by the names of `Refs`, in the order in which it gets them."""
+
+    scalars: dict[str, Array]  # tables for the scalar core
+    inputs: dict[str, tuple[Array, pl.BlockSpec]]
+    results: dict[str, Result]
+    scratch: dict[str, Any]
+
+
+def launch(
+    kernel: Callable[..., None],
+    op: str,
+    name: str,
+    num_tiles: int,
+    memory: Memory,
+    options: Options,
+) -> list[Array]:
+    """Run a kernel for each of `num_tiles` tiles. `op` is named where a call has too many numbers
+    for the scalar core, `name` is the kernel's in profiles.
+    """
+    scalars, inputs, results, scratch = memory
+    require_room(op, scalars, inputs, scratch)
+    num_cores = options.config.num_cores
+    aliases = {
+        len(scalars) + list(inputs).index(result.in_place_of): i
+        for i, result in enumerate(results.values())
+        if result.in_place_of
+    }
+    names = (*scalars, *inputs, *results, *scratch)
+    return pl.pallas_call(
+        functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_cores, num_tiles // num_cores),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[x.spec for x in results.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=options.config.vmem_bytes + options.config.spare_bytes,
+            # ids are clipped before the launch
+            disable_bounds_checks=True,
+        ),
+        interpret=options.interpret,
+        name=f"paged_attn_{name}",
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+
+
+def _tables(pages: Pages, options: Options) -> dict[str, Array]:
+    starts = {} if pages.table_start is None else {"table_start": pages.table_start}
+    return {**starts, "table": pages.table_of_blocks(options.block_k // pages.page_size)}
+
+
+def _keys(pages: Pages) -> dict[str, tuple[Array, pl.BlockSpec]]:
+    values = {} if pages.v is None else {"v_hbm": (pages.v, IN_HBM)}
+    return {"k_hbm": (pages.k, IN_HBM), **values}
+
+
+def _buffers_and_state(pages: Pages, options: Options, heads: int, rows: int) -> dict[str, Any]:
+    """Buffers of blocks of keys, and the state of the softmax of `heads` heads of `rows` rows."""
+    num_buffers, (width_k, width_v) = options.config.num_buffers, pages.widths
+    block_pages = options.block_k // pages.page_size
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    return {
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        **({} if pages.shared else of_values),
+        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
+        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
+        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
+    }
+
+
+def attend_tiles(
+    q: Array,
+    pages: Pages,
+    tiles: Tiles,
+    modifiers: Modifiers,
+    layout: TileLayout | None,
+    options: Options,
+) -> tuple[Array, Array]:
+    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
+    the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
+
+    Stacked KV heads count as one. With `head_splits`, neighbouring tiles have the same tokens and
+    other heads each: then `num_kv_heads` is the number of one tile's.
+    """
+    num_tiles, heads, rows, _ = q.shape
+    out_rows, width_v = rows // options.fold, pages.widths[1]
+    apart, config, bias = options.head_splits, options.config, modifiers.bias
+
+    scalars: dict[str, Array] = {**tiles._asdict(), **_tables(pages, options)}
+    inputs = {"q": (q, of_tile(q.shape, config.num_cores)), **_keys(pages)}
+    for name, x in modifiers._asdict().items():
+        if x is not None:
+            spec = IN_HBM if name == "bias" else IN_SMEM
+            if name in ("sinks", "slopes"):
+                spec = of_sequence(x, config.num_cores, heads, apart)
+            inputs[name] = x, spec
+    if layout is not None:
+        scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
+        words = layout.words.reshape(num_tiles, 1, -1)
+        inputs["layout"] = words, of_tile(words.shape, config.num_cores, memory_space=pltpu.SMEM)
+
+    scratch = _buffers_and_state(pages, options, heads, rows)
+    if bias is not None:
+        shape = (config.num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
+        scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
+
+    of_out = (num_tiles, heads, out_rows, width_v // options.fold)
+    of_lse = (num_tiles, heads, -(-out_rows // LANES) * LANES)
+    results = {
+        "out": Result(of_out, options.out_dtype, of_tile(of_out, config.num_cores)),
+        "lse": Result(of_lse, jnp.float32, of_tile(of_lse, config.num_cores)),
+    }
+    op = "flash_varlen" if layout is None else "blocksparse"
+    memory = Memory(scalars, inputs, results, scratch)
+    out, lse = launch(attention_kernel, op, f"{op}_q{options.tile_q}", num_tiles, memory, options)
+    return out, lse
+
+
+def attend_tokens(
+    q: Array,
+    earlier: tuple[Array, Array] | None,
+    pages: Pages,
+    lengths: tuple[Array, Array],
+    modifiers: Modifiers,
+    words: Array | None,
+    options: Options,
+) -> tuple[Array, Array]:
+    """`q` (total_q, num_heads, head_dim) to out of that shape, and to base-2 lse
+    (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for. Tiles of one
+    token read queries that are narrower than rows of keys.
+
+    Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
+    and a row of out begins with the values' width.
+
+    `words` are those of `layout_words`. The bias is `kv_pipeline.readable`.
+
+    What an earlier launch has written is in `earlier`, whose memory is given away. `lengths` are
+    cu_seqlens_q and the numbers of keys.
+    """
+    total_q, num_heads = q.shape[0], q.shape[1] // options.fold
+    config, tile_q = options.config, options.tile_q
+    width_k, width_v = pages.widths
+    heads, rows = num_heads // options.group_size, options.group_size * tile_q
+    whole_rows = -(-rows * options.fold // SUBLANES) * SUBLANES
+    cu_seqlens, key_lens = lengths
+    batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
+    # of each sequence the last tile may be in part
+    bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
+    bound = min(bound, total_q // options.least_queries + 1, total_q)
+    num_tiles = max(1, -(-bound // config.num_cores)) * config.num_cores
+    of_token = (heads, rows) if tile_q == 1 else (num_heads,)
+    of_queries = *of_token[:-1], of_token[-1] * options.fold
+
+    scalars = {**_tables(pages, options), "cu_seqlens": cu_seqlens, "key_lens": key_lens}
+    if words is not None:
+        _, bounds, num_blocks, of_heads = words.shape
+        options = dataclasses.replace(
+            options,
+            layout_shape=(bounds - 1, num_blocks, of_heads),
+            layouts_of_head=of_heads // heads if of_heads > 1 else 0,
+        )
+        scalars["layout_words"] = words.reshape(-1)
+        if of_heads > 1:
+            scalars["layout_union"] = union_of_heads(words).reshape(-1)
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM), **_keys(pages)}
+    for name, x in modifiers._asdict().items():
+        if x is not None:
+            spec = IN_HBM if name == "bias" else IN_SMEM
+            if name in ("sinks", "slopes"):
+                spec = pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
+            inputs[name] = x, spec
+    of_out, of_lse = (total_q, *of_token, width_v), (total_q, 1, LANES)
+    results = {
+        "out_hbm": Result(of_out, options.out_dtype, in_place_of="earlier_out" if earlier else ""),
+        "lse_hbm": Result(of_lse, jnp.float32, in_place_of="earlier_lse" if earlier else ""),
+    }
+    if earlier is not None:
+        inputs["earlier_out"] = earlier[0].reshape(of_out), IN_HBM
+        inputs["earlier_lse"] = earlier[1], IN_HBM
+
+    def in_parts(heads: tuple[int, ...], width: int) -> tuple[int, ...]:
+        tokens = tile_q, *heads
+        return (*tokens, width) if tile_q == 1 else (width // LANES, *tokens, LANES)
+
+    statistics = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
+    of_tiles = (num_tiles + config.num_cores,)  # the loader looks one tile of each core further
+    scratch: dict[str, Any] = {
+        **{name: pltpu.SMEM(of_tiles, jnp.int32) for name in Tiles._fields},
+        "num_tiles": pltpu.SMEM((1,), jnp.int32),
+        "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
+        "q": pltpu.VMEM((1, heads, whole_rows, width_k), q.dtype),
+        "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
+        "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
+        "lse_m": pltpu.VMEM(statistics, jnp.float32),
+        "lse_l": pltpu.VMEM(statistics, jnp.float32),
+        "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
+        **_buffers_and_state(pages, options, heads, whole_rows),
+    }
+    if words is not None:
+        scratch |= {
+            "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
+            "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
+        }
+    if modifiers.bias is not None:
+        of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype
+        copied = rows_of_copy(tile_q, dtype)
+        arranged = (1, of_bias) if tile_q == 1 else (of_bias, tile_q)
+        buffers = config.num_buffers, of_bias, copied, options.block_k
+        scratch["bias_buffers"] = pltpu.VMEM(buffers, dtype)
+        scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
+    op = "flash_varlen" if words is None else "blocksparse"
+    memory = Memory(scalars, inputs, results, scratch)
+    name = f"{op}_q{tile_q}"
+    out, lse = launch(attention_of_tokens_kernel, op, name, num_tiles, memory, options)
+    return out.reshape(total_q, num_heads, width_v), lse

@@ -1,0 +1,275 @@
+"""Queries are read, and results written, where they lie: `(total_q, num_heads, n)`, a DMA a tile.
+
+The kernel works out its tiles by itself, on the scalar core, so that XLA has nothing to do before
+it. A DMA brings a tile's tokens, all heads of each; what a KV head computes on is picked out of
+them by loads with strides. These want rows of 128 numbers: wider heads arrive in parts. They load
+words of 32 bits: of numbers of 16 bits, two heads at a time, which are taken apart.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words, numbers_of_word
+from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
+
+
+def _lanes(parts: int) -> list[tuple[int, Any]]:
+    """Parts of 128 numbers, as loads with strides take them."""
+    return [(i, pl.ds(i * LANES, LANES)) for i in range(parts)]
+
+
+def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
+    """Write `refs.tiles`, and how many there are, of the sequences that the launch is for."""
+    tiles, window, tile_q = refs.tiles, options.window, options.tile_q
+    num_cores = options.config.num_cores
+
+    def cut(b: Array, count: Array) -> Array:
+        length = refs.cu_seqlens[b + 1] - refs.cu_seqlens[b]
+        key_len = refs.key_lens[b]
+        past = key_len - length
+        is_chosen = (length >= options.least_queries) & (length <= options.most_queries)
+
+        def write(rank: Array, count: Array) -> Array:
+            first = rank * tile_q
+            position = past + first
+            last = past + jnp.minimum(first + tile_q, length) - 1
+            start, stop = window.start(position), window.stop(last, key_len)
+            is_busy = start < stop
+            tiles.sequence[count] = b
+            tiles.first_query[count] = first
+            tiles.num_tokens[count] = jnp.minimum(tile_q, length - first)
+            tiles.position[count] = position
+            tiles.start[count] = jnp.where(is_busy, start, 0)
+            tiles.full_start[count] = window.start(last)
+            tiles.full_stop[count] = window.stop(position, key_len)
+            tiles.stop[count] = jnp.where(is_busy, stop, 0)
+            if refs.layout_words is not None:
+                list_blocks(refs, options, count)
+            return count + 1
+
+        of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
+        return lax.fori_loop(0, jnp.where(is_chosen, of_sequence, 0), write, count)
+
+    batch = refs.cu_seqlens.shape[0] - 1
+    count = lax.fori_loop(0, batch, cut, jnp.int32(0))
+    refs.num_tiles[0] = count
+
+    # a loader that is done asks for what is behind the last tile that there may be
+    def end(i: Array, _: None) -> None:
+        tiles.next_nonempty[i] = jnp.int32(num_tiles)
+
+    lax.fori_loop(count, num_tiles + num_cores, end, None)
+
+    def find_busy(i: Array, _: None) -> None:
+        tile = count - 1 - i
+        is_busy = tiles.start[tile] < tiles.stop[tile]
+        if refs.layout_words is not None:
+            is_busy = refs.num_visits[tile] > 0
+        tiles.next_nonempty[tile] = jnp.where(is_busy, tile, tiles.next_nonempty[tile + num_cores])
+
+    lax.fori_loop(0, count, find_busy, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """The tokens of one launch's tiles on their way between HBM and the rows of KV heads."""
+
+    refs: ForwardRefs
+    options: Options
+    tile: Array
+
+    @property
+    def _first_token(self) -> Array:
+        tiles = self.refs.tiles
+        return self.refs.cu_seqlens[tiles.sequence[self.tile]] + tiles.first_query[self.tile]
+
+    def _copies(self, kind: str, first: Any, at: Array, count: Any) -> list[Any]:
+        """Copies between tokens here from `first` on and `count` tokens from `at` on in HBM: of
+        queries, or of results.
+        """
+        refs = self.refs
+        here, there = pl.ds(first, count), pl.ds(at, count)
+        if kind == "queries":
+            done = refs.token_semaphores.at[0]
+            parts = self._parts(refs.q_tokens, here, refs.q_hbm, there)
+            return [pltpu.make_async_copy(hbm, x, done) for x, hbm in parts]
+        done, lse_done = (refs.token_semaphores.at[i] for i in (1, 2))
+        parts = self._parts(refs.out_tokens, here, refs.out_hbm, there)
+        return [
+            *(pltpu.make_async_copy(x, hbm, done) for x, hbm in parts),
+            pltpu.make_async_copy(refs.lse_tokens.at[here], refs.lse_hbm.at[there], lse_done),
+        ]
+
+    def _parts(self, tokens: Any, here: Any, hbm: Any, there: Any) -> list[tuple[Any, Any]]:
+        """Some tokens here and in HBM: of longer tiles, 128 numbers of each head at a time."""
+        if self.options.tile_q == 1:
+            return [(tokens.at[here], hbm.at[there])]
+        return [
+            (tokens.at[i, here], hbm.at[there, :, lanes]) for i, lanes in _lanes(tokens.shape[0])
+        ]
+
+    def _move(self, kind: str, do: str) -> None:
+        """Start this tile's copies, or wait for them."""
+        self.move(kind, self._first_token, self.refs.tiles.num_tokens[self.tile], do)
+
+    def move(self, kind: str, at: Array, count: Array, do: str) -> None:
+        """Start copies of `count` tokens from `at` on, or wait for them."""
+
+        def move_some(first: Any, count: Any) -> None:
+            for copy in self._copies(kind, first, at + first, count):
+                getattr(copy, do)()
+
+        if self.options.interpret is True:  # which knows no size that is not a number
+            lax.fori_loop(0, count, lambda i, _: move_some(i, 1), None)
+        else:
+            move_some(0, count)
+
+    def fetch(self) -> None:
+        """Start the copy of the tile's queries."""
+        self._move("queries", "start")
+
+    def arrange(self) -> None:
+        """Wait for the tile's queries, and lay them out as rows of KV heads."""
+        self._move("queries", "wait")
+        refs, options = self.refs, self.options
+        if options.tile_q == 1:
+            _, _, count, width = refs.q_tokens.shape
+            if (count, width) != refs.q.shape[2:]:
+                refs.q[0] = jnp.zeros_like(refs.q[0])
+            refs.q[0, :, :count, :width] = refs.q_tokens[0]
+            return
+
+        for part, lanes in _lanes(refs.q_tokens.shape[0]):
+            tokens = refs.q_tokens.at[part]
+            for word in self._words(tokens):
+                for i, x in enumerate(self._load(tokens, word)):
+                    head, rows = self._rows_of(tokens, word, i)
+                    refs.q[0, head, rows, lanes] = x
+
+    def _words(self, tokens: Any) -> range:
+        """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
+        return range(tokens.shape[1] // numbers_of_word(tokens.dtype))
+
+    def _rows_of(self, tokens: Any, word: int, i: int) -> tuple[int, slice]:
+        """The KV head of a word's i-th query head, and this one's rows there."""
+        per_head = tokens.shape[1] // self.refs.q.shape[1]
+        head, of_group = divmod(word * numbers_of_word(tokens.dtype) + i, per_head)
+        tile_q = self.options.tile_q
+        return head, slice(of_group * tile_q, (of_group + 1) * tile_q)
+
+    def _strided(self, tokens: Any, word: int) -> tuple[Any, Any]:
+        """Tokens as rows of words of 32 bits, and the rows of one word."""
+        tile_q, num_heads, width = tokens.shape
+        num_words = num_heads // numbers_of_word(tokens.dtype)
+        if num_words < num_heads:
+            tokens = tokens.bitcast(jnp.int32)
+        return tokens.reshape(tile_q * num_words, width), pl.ds(word, tile_q, stride=num_words)
+
+    def _load(self, tokens: Any, word: int) -> list[Array]:
+        """The rows (tile_q, n) of a word's heads."""
+        count = numbers_of_word(tokens.dtype)
+        if self.options.interpret:  # which knows no refs of another shape or type
+            return [tokens[:, word * count + i] for i in range(count)]
+        rows, which = self._strided(tokens, word)
+        x = rows[which, :]
+        if count == 1:
+            return [x]
+        return [half.astype(tokens.dtype) for half in halves_of_words(x)]
+
+    def _store(self, tokens: Any, word: int, heads: list[Array]) -> None:
+        """Write what `_load` reads."""
+        count = numbers_of_word(tokens.dtype)
+        if self.options.interpret:
+            for i, x in enumerate(heads):
+                tokens[:, word * count + i] = x
+            return
+        rows, which = self._strided(tokens, word)
+        if count == 1:
+            [rows[which, :]] = heads
+            return
+        lower, upper = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in heads)
+        rows[which, :] = lax.shift_right_logical(lower, 16) | upper
+
+    def begin_results(self, has_earlier: Array) -> None:
+        """Wait for the results of the core's tile before this one, whose memory is needed."""
+
+        @pl.when(has_earlier)
+        def _() -> None:
+            before = dataclasses.replace(self, tile=self.tile - self.options.config.num_cores)
+            before.wait_for_results()
+
+        self.refs.lse_m[...] = jnp.zeros_like(self.refs.lse_m)
+        self.refs.lse_l[...] = jnp.zeros_like(self.refs.lse_l)
+
+    def put(self, head: Any, out: Array, m: Array, total: Array) -> None:
+        """Results of one KV head: `out` (rows, n), maxima and sums (rows, LANES), lanes alike."""
+        refs, options = self.refs, self.options
+        lane, row = (lax.broadcasted_iota(jnp.int32, refs.lse_m.shape, axis) for axis in (1, 0))
+        if options.tile_q == 1:
+            count = refs.out_tokens.shape[2]
+            own = out.astype(refs.out_tokens.dtype)
+            refs.out_tokens[0, head, :, : out.shape[1]] = own[:count]
+            # rows behind the queries' have no lane
+            parts = [(slice(None), jnp.where(row < count, row + head * count, -1))]
+        else:
+            # the queries are not needed any more
+            refs.q[0, head, : out.shape[0], : out.shape[1]] = out.astype(refs.q.dtype)
+            tile_q, first = options.tile_q, head * options.group_size
+            parts = [
+                (slice(i * tile_q, (i + 1) * tile_q), first + i) for i in range(options.group_size)
+            ]
+        # a query head's statistics go to its lane
+        whole_m, whole_l = refs.lse_m[...], refs.lse_l[...]
+        for part, query_head in parts:
+            is_own = lane == query_head
+            whole_m = jnp.where(is_own, m[part], whole_m)
+            whole_l = jnp.where(is_own, total[part], whole_l)
+        refs.lse_m[...], refs.lse_l[...] = whole_m, whole_l
+
+    def write_results(self, is_last: Array) -> None:
+        """Start the copies of the tile's results; the core's last tile waits for them."""
+        refs, options = self.refs, self.options
+        if options.tile_q > 1:
+            count = numbers_of_word(refs.out_tokens.dtype)
+            for part, lanes in _lanes(refs.out_tokens.shape[0]):
+                tokens = refs.out_tokens.at[part]
+                for word in self._words(tokens):
+                    places = [self._rows_of(tokens, word, i) for i in range(count)]
+                    heads = [refs.q[0, head, rows, lanes] for head, rows in places]
+                    self._store(tokens, word, heads)
+        total = refs.lse_l[...]
+        lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
+        if options.tile_q == 1:
+            refs.lse_tokens[0] = jnp.sum(lse, axis=0, keepdims=True)
+        else:
+            refs.lse_tokens[:, 0, :] = lse
+        self._move("results", "start")
+        pl.when(is_last)(self.wait_for_results)
+
+    def wait_for_results(self) -> None:
+        self._move("results", "wait")
+
+
+def clear_padding(refs: ForwardRefs, options: Options, absent: float) -> None:
+    """Tokens behind the last sequence: zeros, and `absent` for lse."""
+    total_q, size = refs.out_hbm.shape[0], options.tile_q
+    first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]
+
+    @pl.when(first < total_q)
+    def _() -> None:
+        refs.out_tokens[...] = jnp.zeros_like(refs.out_tokens)
+        refs.lse_tokens[...] = jnp.full(refs.lse_tokens.shape, absent, jnp.float32)
+        rows = TokenRows(refs, options, jnp.int32(0))
+
+        def clear(i: Array, _: None) -> None:
+            at = first + i * size
+            for do in ("start", "wait"):
+                rows.move("results", at, jnp.minimum(size, total_q - at), do)
+
+        lax.fori_loop(0, lax.div(total_q - first + (size - 1), jnp.int32(size)), clear, None)

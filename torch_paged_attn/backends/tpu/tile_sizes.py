@@ -1,0 +1,341 @@
+"""Sizes of tiles and blocks: the caller's, else those for the chip, else those for any chip; and
+what a call's launches are compiled for with them.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, compute_dtype_of, numbers_of_word
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_HEADS, MOST_ROWS, Options
+from torch_paged_attn.backends.tpu.kernels.launch import MOST_WORDS
+from torch_paged_attn.backends.tpu.kernels.layout_mask import WORD
+from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
+from torch_paged_attn.backends.tpu.tiles import Lengths
+
+MIB = 2**20
+
+# tiles and blocks are not made smaller than this
+LEAST_ROWS = 64
+LEAST_KEYS = 128
+LEAST_BUFFERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of one launch. Results with other sizes differ in rounding only."""
+
+    block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
+    step_k: int = 512  # keys of a step of a long tile: computed on together
+    num_buffers: int = 3  # blocks in VMEM: one is computed on while the others are loaded
+    tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
+    num_cores: int = 1  # TensorCores that one kernel runs on: 2 on v4 and v5p
+    vmem_bytes: int = 100 * MIB  # of VMEM that tiles, blocks and scores may take
+    spare_bytes: int = 0  # of VMEM besides these, for what the compiler keeps there
+
+    def bytes_of_launch(
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        sizes: tuple[int, int],
+        of_bias: tuple[int, int] = (0, 1),
+        fold: int = 1,
+    ) -> tuple[int, int, int]:
+        """What a tile, the blocks in flight, and scores with a bias take of VMEM.
+
+        `widths`: numbers of a row of keys and of values. `sizes`: bytes of a number that is
+        computed on, and of one that is stored. `of_bias`: how many heads of a bias a block loads, 0
+        without one, and how many rows of a tile share a row of it. `fold`: keys of a row of memory,
+        for each of which a tile holds its queries once.
+        """
+        width, width_v = (-(-n // LANES) * LANES for n in widths)
+        computed, stored = sizes
+        # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
+        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
+        tile = num_kv_heads * self.tile_rows * row
+        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
+        block = block_rows * stored * (width + width_v)
+        in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
+        scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
+        bias_heads, group_size = of_bias
+        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
+        return tile, block, scores + 4 * bias_rows * self.block_k
+
+    def fit(self, *launch: Any) -> "Config":
+        """Sizes with which a launch fits VMEM: tiles of queries and blocks of keys are halved, and
+        then the number of buffers is reduced, until it does or all are the smallest. Arguments are
+        those of `bytes_of_launch`.
+        """
+        tile, block, rest = self.bytes_of_launch(*launch)
+        if tile + block + rest <= self.vmem_bytes:
+            return self
+        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        elif self.num_buffers > LEAST_BUFFERS:
+            smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
+        else:
+            return self
+        return smaller.fit(*launch)
+
+    def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
+        """In how many parts the KV heads fit VMEM, each with tiles of its own. Arguments are those
+        of `bytes_of_launch`.
+
+        1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
+        keys are read once for each tile's tokens.
+        """
+        parts = 1
+        while True:
+            heads = num_kv_heads // parts
+            smaller = self.fit(heads, *rest)
+            fits = sum(smaller.bytes_of_launch(heads, *rest)) <= self.vmem_bytes
+            if heads % 2 or (fits and (parts == 1 or smaller.tile_rows == self.tile_rows)):
+                return parts
+            parts *= 2
+
+    def with_longer_blocks(self, rows: int, *launch: Any) -> "Config":
+        """These sizes with blocks of twice as many keys, if such a block, computed on as a whole,
+        fits VMEM beside tiles of `rows` rows; else these. Other arguments are those of
+        `bytes_of_launch`.
+        """
+        block_k = 2 * self.block_k
+        longer = dataclasses.replace(self, block_k=block_k, step_k=block_k, tile_rows=rows)
+        fits = longer.fit(*launch) == longer
+        return dataclasses.replace(self, block_k=block_k) if fits else self
+
+    def fit_backward(
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        computed: int,
+        least_rows: int,
+        more_floats: int = 0,
+    ) -> "Config | None":
+        """Sizes with which both kernels of the backward fit VMEM: tiles are halved until they do;
+        None if the smallest do not.
+
+        `widths` is as in `bytes_of_launch`; `computed`: bytes of a number that is computed on;
+        `least_rows`: of a tile of queries; `more_floats`: how many floats more options of the call
+        keep for each score.
+        """
+        width = sum(-(-n // LANES) * LANES for n in widths)
+        width_q = -(-widths[0] // LANES) * LANES
+        tile_rows = max(self.tile_rows, least_rows)
+        # what stays is there twice, since the next tile's is loaded meanwhile, and its sums once in
+        # float32
+        query = tile_rows * (2 * computed * (width + width_q) + 4 * (width_q + 2 * LANES))
+        key = self.block_k * (4 * computed * width + 4 * width)
+        passing = [n * self.num_buffers * computed * width for n in (self.block_k, tile_rows)]
+        tiles = num_kv_heads * max(query + passing[0], key + passing[1])
+        in_flight = min(num_kv_heads, MOST_HEADS) * tile_rows
+        of_score = 8 + 2 * computed + 4 * more_floats
+        scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * of_score
+        if tiles + scores <= self.vmem_bytes:
+            return self
+        if self.tile_rows > least_rows and (query >= key or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        else:
+            return None
+        return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
+
+    def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
+        """Smaller sizes for a call with a bias: a block loads a float of it for each score."""
+        block_k = min(self.block_k, block_k)
+        step_k = min(self.step_k, block_k)
+        return dataclasses.replace(self, block_k=block_k, step_k=step_k, tile_rows=tile_rows)
+
+
+# by `device_kind`
+CHIPS = {
+    "TPU v4": Config(
+        block_k=512, step_k=256, tile_rows=128, num_cores=2, vmem_bytes=15 * MIB, spare_bytes=MIB
+    ),
+    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB),
+    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB),
+    "TPU v5 lite": Config(),
+    "TPU v5e": Config(),
+    "TPU v6 lite": Config(),
+    "TPU v6e": Config(),
+    "TPU7x": Config(vmem_bytes=56 * MIB),
+}
+
+
+def choose_config(config: Config | None) -> Config:
+    """The caller's sizes, else those for the chip in this machine."""
+    if config is not None:
+        return config
+    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    return CHIPS.get(kind, Config())
+
+
+# up to this many tokens of a sequence, all of them are one tile
+SHORT = 8
+
+
+def plan(
+    call: Call,
+    config: Config,
+    *,
+    lengths: Lengths,
+    first_key: Array,
+    interpret: Any,
+    layouts: int = 1,
+) -> tuple[Pages, list[Options]]:
+    """The keys, and what the call's launches are compiled for.
+
+    A tile has all heads, or a part of them if these do not fit VMEM together. Where `layouts` is
+    above 1, it has those of one of so many layouts.
+    """
+    layout, bias = call.layout, call.attn_bias
+    if bias is not None and bias.shape[0] > 1:  # a block loads each head's
+        config = config.with_bias(256, 512)
+    widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
+    pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
+    rest = (  # what decides, besides the heads, how much VMEM a launch takes
+        pages.widths,
+        (compute_dtype_of(call.q.dtype).itemsize, pages.k.dtype.itemsize),
+        (0 if bias is None else bias.shape[0], call.group_size),
+        pages.fold,
+    )
+    longest, apart = call.max_seqlen_q or call.total_q, layouts
+    if layouts == 1:
+        # a tile of few tokens has fewer rows than `config` says
+        rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
+        tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
+        apart = tiles.parts_of_heads(call.num_kv_heads, *rest)
+    config = config.fit(max(1, call.num_kv_heads // apart), *rest)
+    tile_sizes = _tile_sizes(longest, call.group_size, config)
+    return pages, [
+        _options_of_pages(call, config, pages, tile_q, interpret, apart) for tile_q in tile_sizes
+    ]
+
+
+def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
+    """Tokens of a tile, powers of two: for sequences of one token and for longer ones, or one size
+    for both if none is longer than `SHORT`.
+    """
+    if longest <= SHORT:
+        # loads with strides, which spare XLA all glue, are of whole registers
+        return (1 if longest == 1 else SUBLANES,)
+    most = max(1, config.tile_rows // group_size)
+    most = 1 << (most.bit_length() - 1)
+    return 1, max(2 * SHORT, min(most, 1 << (longest - 1).bit_length()))
+
+
+def _options_of_pages(
+    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any, apart: int
+) -> Options:
+    """`choose_options`, with longer blocks for decodes whose KV heads are all in one stack.
+
+    No other head's work hides the latencies of a step then: fewer, longer steps have fewer of them
+    (16 sequences of 4096 latent keys, TPU7x: 176 thousand bundles by blocks of 1024, 157 by 2048).
+    """
+    choose = functools.partial(
+        choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
+        fold=pages.fold, apart=apart,
+    )  # fmt: skip
+    options = choose(config)
+    is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
+    is_long = pages.table_stride * pages.page_size > config.block_k
+    if tile_q <= SHORT and options.stack == call.num_kv_heads and is_plain and is_long:
+        sizes = options.compute_dtype.itemsize, pages.k.dtype.itemsize
+        rows = options.group_size * tile_q
+        longer = config.with_longer_blocks(rows, call.num_kv_heads, pages.widths, sizes)
+        options = choose(longer)
+    return dataclasses.replace(options, table_stride=pages.table_stride)
+
+
+def choose_options(
+    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1,
+    apart: int = 1,
+) -> Options:  # fmt: skip
+    """What the kernel of tiles of `tile_q` tokens is compiled for. A row of keys holds `fold`; a
+    tile has the heads of one part of `apart`.
+    """
+    layout = call.layout
+    block_sizes, most_k = (1, 1), config.block_k
+    if layout is not None:
+        block_sizes = layout.q_block_size, layout.k_block_size
+        most_k = min(most_k, WORD * layout.k_block_size)
+    group_size, stack = call.num_heads // max(apart, call.num_kv_heads), 1
+    if fold == 1 and apart <= call.num_kv_heads:
+        per_tile = call.num_kv_heads // apart
+        stack = math.gcd(per_tile, max(1, SUBLANES // (group_size * tile_q)))
+        group_size *= stack
+    unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
+    if tile_q <= SHORT and call.window.left >= 0:
+        # all pages of a block are walked, those that a window hides, too
+        most_k = min(most_k, -(-(call.window.left + tile_q) // unit) * unit)
+    block_k = max(1, most_k // unit) * unit
+    step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
+    block_k = block_k // step_k * step_k
+    return Options(
+        tile_q=tile_q,
+        group_size=group_size,
+        stack=stack,
+        block_k=block_k,
+        step_k=step_k,
+        masked_step_k=_halved(step_k, unit, config.step_k),
+        config=config,
+        softmax_scale=call.scale,
+        softcap=float(call.softcap),
+        window=call.window,
+        dropout_p=float(call.dropout_p),
+        head_splits=apart,
+        block_sizes=block_sizes,
+        compute_dtype=compute_dtype_of(call.q.dtype),
+        # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
+        out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
+        interpret=interpret,
+        fold=fold,
+    )
+
+
+def _halved(step_k: int, unit: int, most: int) -> int:
+    """Keys of half a step, halved again until there are `most`; of more, or of the whole step, if
+    halves are no multiple of `unit`.
+    """
+    while step_k % (2 * unit) == 0:
+        step_k //= 2
+        if step_k <= most:
+            break
+    return step_k
+
+
+def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
+    """Whether a launch reads queries and writes results where they lie (`q_out_dma.py`)."""
+    slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
+    rows = options.group_size * tile_q
+    is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
+    if layout is not None:
+        # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
+        num_tiles = (call.total_q + call.batch * (tile_q - 1)) // tile_q
+        num_tiles = min(num_tiles, call.batch) if tile_q == 1 else num_tiles
+        numbers = layout.num_words(options.block_k) + pages.table.size
+        numbers += num_tiles * layout.num_blocks(options.block_k)
+        if 2 * numbers > MOST_WORDS:
+            return False
+    return (
+        options.head_splits == 1
+        and all(width % LANES == 0 for width in pages.widths)
+        and pages.widths[1] <= pages.widths[0]
+        and call.num_heads <= LANES
+        and options.compute_dtype == options.out_dtype
+        and (slopes is None or slopes.ndim == 1)
+        # rows of one token that fill no registers are padded
+        and (rows * pages.fold % SUBLANES == 0 or (tile_q == 1 and pages.fold == 1 and is_one_bias))
+        # loads with strides are of words of 32 bits, with the numbers of several heads
+        and (tile_q == 1 or call.num_heads % numbers_of_word(options.compute_dtype) == 0)
+    )
