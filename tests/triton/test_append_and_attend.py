@@ -115,8 +115,8 @@ def bits(x):
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-# attention is tested with these by itself
-OPTIONS = ("sinks", "window")
+# attention is tested with the first two by itself; the others take the interpreter long
+OPTIONS = ("sinks", "window", "rotary, many tokens", "many tokens")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def _turn(
     DIM: tl.constexpr, OPTIONS: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Rows from `load_rows`, rotated to these positions, as rounded as they would be in memory."""
+    FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
+    TABLE: tl.constexpr = ROTARY.FORMAT
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     column = e % DIM
     if ROTARY.IS_INTERLEAVED:
@@ -120,14 +122,13 @@ def _turn(
     row = (token.to(tl.int64) * row_strides.token)[:, None]
     offset = (e // DIM).to(tl.int64) * row_strides.head + column + tl.where(is_first, step, -step)
     other = tl.load(ptr + row + offset[None, :], mask=is_given, other=0)
-    other = decode(other, OPTIONS.SOURCE_FORMAT, tl.float32)
+    other = decode(other, FORMAT, tl.float32)
     # padding has invalid positions; its results are not used
     at = tl.minimum(tl.maximum(position, 0), num_positions - 1)[:, None]
     cos = tl.load(pointers.rotary_cos + at * strides.cos + pair[None, :], mask=is_given, other=0)
     sin = tl.load(pointers.rotary_sin + at * strides.sin + pair[None, :], mask=is_given, other=0)
-    cos, sin = decode(cos, ROTARY.FORMAT, tl.float32), decode(sin, ROTARY.FORMAT, tl.float32)
+    cos, sin = decode(cos, TABLE, tl.float32), decode(sin, TABLE, tl.float32)
     found = x * cos + tl.where(is_first[None, :], -other, other) * sin
-    FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
     found = decode(encode(found, ptr.dtype.element_ty, FORMAT), FORMAT, tl.float32)
     return tl.where(turns[None, :], found, x)
 
@@ -138,6 +139,7 @@ def _turn_queries(
     OPTIONS: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_E elements of BLOCK_T queries, rotated."""
+    FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
     DIM: tl.constexpr = OPTIONS.DIM
     token = block * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
     b, offset, exists = place_of(
@@ -155,7 +157,7 @@ def _turn_queries(
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     mask = (token < num_queries)[:, None] & (e < ROTARY.NUM_HEADS * DIM)[None, :]
     rows = pointers.turned + (token.to(tl.int64) * (ROTARY.NUM_HEADS * DIM))[:, None]
-    turned = encode(x, pointers.turned.dtype.element_ty, OPTIONS.SOURCE_FORMAT)
+    turned = encode(x, pointers.turned.dtype.element_ty, FORMAT)
     tl.store(rows + e[None, :], turned, mask=mask)
 
 
@@ -252,10 +254,9 @@ def _append_kernel(
     if block >= num_blocks:
         if ROTARY.HALF > 0:
             _turn_queries(
-                *(block - num_blocks, pointers, strides, num_queries, num_positions, batch),
-                OPTIONS,
+                block - num_blocks, pointers, strides, num_queries, num_positions, batch, OPTIONS,
                 ROTARY,
-            )
+            )  # fmt: skip
     else:
         _append(
             block, pointers, strides, num_heads, page_size, batch, num_tokens, num_slots,
