@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops._gradients import increment_versions
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.append_slots import check as check_append_slots
 from torch_paged_attn.ops.backend import serving
@@ -194,9 +195,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _bump(args: tuple[Any, ...]) -> None:
     """Tell autograd that the caches change."""
-    written = [x for x in args[1:3] if not x.is_inference()]
-    if written:
-        torch.autograd.graph.increment_version(written)
+    increment_versions(args[1:3])
 
 
 def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -303,10 +303,11 @@ def _plan(
         made["block_table"] = parts.batch, 1
     constants = Constants(functools.partial(ranges, made, parts.q.device), parts.q.device)
     found |= zip(made, constants()[0], strict=True)
+    has_constants = bool(made)
     check(parts, *map(found.__getitem__, CHECKED), **options)
 
     target, has_rotary = target_of(parts.q.device), found["rotary_cos"] is not None
-    append, claim, new = _launches_of(parts, found, rotary_interleaved, options, target)
+    launches, new = _launches_of(parts, found, rotary_interleaved, options, target)
     names = [*given, *made, *new, None]
     stored = parts.k_cache.dtype.itemsize == 1
     unused = () if stored else ("k_descale", "v_descale")
@@ -325,13 +326,11 @@ def _plan(
     allocations = list(new.values())
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        constant, at_constant = constants()
+        constant, at_constant = constants() if has_constants else ((), ())
         own = [allocate() for allocate in allocations]
         every = (*tensors, *constant, *own, None)
         at = (*addresses, *at_constant, *[x.data_ptr() for x in own], None)
-        for launch in (claim, append):
-            if launch is None:
-                continue
+        for launch in launches:
             if launch.is_ready:
                 launch.start(pick(at))
             else:
@@ -348,9 +347,9 @@ def _launches_of(
     is_interleaved: bool,
     options: dict[str, Any],
     target: Target,
-) -> tuple[Launch, Launch | None, dict[str, Allocation]]:
-    """The launch that writes new tokens, the one before it that notes which of many writes, and
-    what both need besides the operator's tensors.
+) -> tuple[list[Launch], dict[str, Allocation]]:
+    """The launch that writes new tokens, with many of them one before it that notes which of them
+    write, and what both need besides the operator's tensors.
     """
     num_tokens, batch = parts.key.shape[0], parts.batch
     num_queries, num_heads, dim = parts.q.shape
@@ -392,11 +391,13 @@ def _launches_of(
         "stride_row": found["block_table"].stride(0),
         "max_pages": found["block_table"].shape[1],
     }
-    claim = None
+    launches = []
     if num_tokens > FEW_TOKENS:
         new["claims"] = Allocation((sizes["num_slots"],), torch.int32, device)
         grid = (cdiv(num_tokens, CLAIMED),)
-        claim = Launch(_claim_kernel, grid, strides=strides, **sizes, BLOCK=CLAIMED, **is_dependent)
+        launches.append(
+            Launch(_claim_kernel, grid, strides=strides, **sizes, BLOCK=CLAIMED, **is_dependent)
+        )
     append = Launch(
         _append_kernel,
         (blocks, columns),
@@ -410,7 +411,7 @@ def _launches_of(
         ROTARY=rotary,
         **is_dependent,
     )
-    return append, claim, new
+    return [*launches, append], new
 
 
 def _stride(x: Tensor | None) -> int:

@@ -112,7 +112,10 @@ def flash_attn_with_kvcache(
     if page_table is not None:
         table = one_of(name, block_table=block_table, page_table=page_table)
     if cache_batch_idx is cache_leftpad is qv is out is None:
-        left, right = both_sides(name, window_size)
+        # most calls have no window, and are compared with one that has none
+        left = right = -1
+        if window_size != (-1, -1):
+            left, right = both_sides(name, window_size)
         options: dict[str, Any] = {"causal": bool(causal)}
         if softmax_scale is not None:
             options["softmax_scale"] = softmax_scale
