@@ -120,6 +120,7 @@ class Division(NamedTuple):
     reads: float = 0.0  # keys of all tiles of queries, where these are many
 
 
+@functools.cache
 def parse(way: str) -> Config:
     """The tiles of a way of the portable kernel, such as "portable 128/4/3/2": keys of a tile,
     warps, stages, programs of a multiprocessor. With " all", all programs merge many parts."""
