@@ -50,19 +50,13 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
         NotImplementedError: DTensors without their rules, or beside plain tensors; vmap over a
             dimension of size 0.
     """
-    if torch.compiler.is_compiling():
-        args, options = as_accepted(operator, args, options)
-    else:
-        # arguments of a call like an earlier one have the operator's form: it goes by what a plan
-        # goes by
-        results = repeat(operator.full_name, args, options)
-        if results is NotImplemented:
-            given = args, options
-            args, options = as_accepted(operator, args, options)
-            if args is not given[0] or options is not given[1]:
-                results = repeat(operator.full_name, args, options)
-        if results is not NotImplemented:
-            return results
+    # arguments of a call like an earlier one have the operator's form, which goes by no more than a
+    # plan does
+    if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
+        return results
+    args, options = as_accepted(operator, args, options)
+    if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
+        return results
     op = operator.op
     try:
         return op(*args, **options)

@@ -291,7 +291,7 @@ def _planner(longest: int) -> Any:
 def _plan(
     longest: int, *tensors: Tensor | None, rotary_interleaved: bool = True, **options: Any
 ) -> Plan:
-    found = dict.fromkeys(TENSORS) | dict(zip(TENSORS, tensors, strict=False))
+    found: dict[str, Any] = dict.fromkeys(TENSORS) | dict(zip(TENSORS, tensors, strict=False))
     given = [name for name in TENSORS if found[name] is not None]
     parts = parts_of(*map(found.__getitem__, SHAPED))
     if found["cu_seqlens_q"] is None:

@@ -139,12 +139,17 @@ def flash_attn_with_kvcache(
                     **options,
                 )
         elif alibi_slopes is q_descale is None:
-            given = q, k_cache, v_cache, k, v, cache_seqlens
-            bounds, rotary = (cu_seqlens_q, cu_seqlens_k_new), (rotary_cos, rotary_sin)
             if rotary_cos is not None:
                 options["rotary_interleaved"] = bool(rotary_interleaved)
-            others = table, s_aux, k_descale, v_descale, *bounds, *rotary
-            found = in_one_call(given, others, options, hint)
+            found = in_one_call(
+                (q, k_cache, v_cache, k, v, cache_seqlens),
+                (
+                    *(table, s_aux, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k_new),
+                    *(rotary_cos, rotary_sin),
+                ),
+                options,
+                hint,
+            )
         if found is not None:
             result, lse = found
             if cu_seqlens_q is None:
