@@ -51,7 +51,7 @@ WAYS = {
                     "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
     "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
-                    "numbered tall", "listed tall", "cut divided", "cut tall"],
+                    "numbered tall", "listed tall", "listed three", "cut divided", "cut tall"],
     "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
                      "numbered small", "numbered tall", "listed tall", "cut divided"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],

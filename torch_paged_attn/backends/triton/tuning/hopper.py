@@ -68,6 +68,9 @@ def _table() -> dict[str, dict[int, HopperConfig]]:
             128: of(BLOCK_N=64, KV_STAGES=5),
             256: of(**wide, REGISTERS=224),
         },
+        "three, copied": {
+            64: of(**three, BLOCK_N=64, KV_STAGES=6, Q_STAGES=1),
+        },
         # the same with as many keys at a time as where they are not copied
         "invariant, copied": {
             64: of(KV_STAGES=4),
