@@ -346,7 +346,7 @@ def forms_of_kvcache():
     """Calls with new tokens: rotated, ragged, in rows of a cache, and more tokens than a program
     compares slots of."""
     q, k_cache, v_cache, k, v, lengths, table = kvcache_step(5, pages=60)
-    angles = torch.rand(960, 24, device="cuda") * 6
+    angles = torch.arange(960 * 24, device="cuda").view(960, 24) * 0.37
     rotary = {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
     bounds = torch.arange(6, device="cuda", dtype=torch.int32)
     pages = {"cache_seqlens": lengths, "block_table": table, "causal": True}
