@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.accepted import Operator, as_accepted
+from torch_paged_attn.ops.accepted import Operator, are_accepted, as_accepted
 from torch_paged_attn.ops.checks import fail, refuse
 from torch_paged_attn.ops.repeated import repeat
 
@@ -54,9 +54,10 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
     # plan does
     if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
         return results
-    args, options = as_accepted(operator, args, options)
-    if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
-        return results
+    if not are_accepted(operator, args, options):
+        args, options = as_accepted(operator, args, options)
+        if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
+            return results
     op = operator.op
     try:
         return op(*args, **options)
