@@ -105,6 +105,20 @@ def append_and_attend(new: New, page_size: int = 16) -> Step:
     return step
 
 
+def append_to_rows(new: New) -> Step:
+    """The same with a rotary embedding, and a cache without pages that is made anew each step."""
+    angles = new(4096, DIM // 2)
+
+    def step(i: int) -> Any:
+        batch = 1 + i
+        cache = new(2, batch, 100 + 13 * i, KV_HEADS, DIM)
+        q, k, v = new.qkv(batch, 1)
+        rotary = *(None,) * 6, angles, angles
+        return append(q, *cache, k, v, new.ints([10 + i] * batch), *rotary, causal=True)
+
+    return step
+
+
 def attend_cache(new: New, page_size: int = 0) -> Step:
     """What `flash_attn_with_kvcache` calls on a GPU for calls without new tokens: pages, or a dense
     cache that is made anew each step.
@@ -333,6 +347,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "with_kvcache/leftpad": padded_cache,
     "with_kvcache/paged": paged_with_kvcache,
     "append_and_attend": append_and_attend,
+    "append_and_attend/rows": append_to_rows,
     "attend_cache/dense": attend_cache,
     "attend_cache/paged": lambda new: attend_cache(new, 16),
     "paged_kv_cache": paged_kv_cache,

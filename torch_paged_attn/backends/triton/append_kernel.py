@@ -147,7 +147,9 @@ def _turn_queries(
     tl.store(start + e[None, :], turned, mask=mask)
 
 
-@triton.jit(do_not_specialize=("batch", "num_tokens", "num_slots", "stride_row", "max_pages"))
+@triton.jit(
+    do_not_specialize=("page_size", "batch", "num_tokens", "num_slots", "stride_row", "max_pages")
+)
 def claim_kernel(
     pointers,
     strides,
@@ -217,7 +219,7 @@ def _append(block, pointers, strides, sizes, OPTIONS: tl.constexpr, ROTARY: tl.c
 
 @triton.jit(
     do_not_specialize=(
-        "batch", "num_tokens", "num_slots", "stride_row", "max_pages", "num_queries",
+        "page_size", "batch", "num_tokens", "num_slots", "stride_row", "max_pages", "num_queries",
         "num_positions", "num_blocks",
     )
 )  # fmt: skip
