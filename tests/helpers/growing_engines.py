@@ -1,4 +1,4 @@
-"""Loops of calls as engines make them: the strides of their caches, their hints and their tables."""
+"""Loops of calls as engines make them: strides of their caches, hints and tables."""
 
 import functools
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def lengths(i: int, is_mixed: bool) -> tuple[list[int], list[int]]:
 
 
 def vllm(new: New, is_mixed: bool) -> Step:
-    """A layer of a step of `integrations/_vllm_backend.py`: both halves of a cache's rows, slices of
-    a fused projection, a table of as many columns at each step.
+    """A layer of a step of `integrations/_vllm_backend.py`: both halves of a cache's rows, slices
+    of a fused projection, a table of as many columns at each step.
     """
     pages = new(PAGES, KV_HEADS, 16, 2 * DIM).split(DIM, -1)
     table = new.ints([0]).expand(MOST_REQUESTS, MOST_PAGES).contiguous()

@@ -46,8 +46,8 @@ MOST_OF_TRAINING = {
     "flash_varlen/training_dense": 7,
 }
 
-# numbers of groups that kernels are compiled for: work that a program takes at least, of two tunings;
-# whether rows of a mask are multiples of 16, which are read in wide pieces
+# numbers of groups that kernels are compiled for: work that a program takes at least, of two
+# tunings; whether rows of a mask are multiples of 16, which are read in wide pieces
 BIAS = [f"_attention_fwd_kernel: strides.bias_{x}" for x in ("head", "token", "width")]
 CHOSEN = {"_attention_fwd_kernel: scalars.min_units", *BIAS}
 
