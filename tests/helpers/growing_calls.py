@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import growing_engines
 import growing_selected
 import torch
 from growing_tensors import BATCH, DIM, HEADS, KV_HEADS, New, Step
@@ -381,6 +382,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
         for n in (1, 16, 17, 32, 128)
     },
     "latent/prefill_16": lambda new: latent(new, is_decode=False, page_size=16),
+    **growing_engines.LOOPS,
     **growing_selected.LOOPS,
 }
 

@@ -36,6 +36,8 @@ FOREIGN = {
     **dict.fromkeys(("cu_seq_lens_k", "cu_seqlens_kv", "kv_indptr"), "cu_seqlens_k"),
     **dict.fromkeys(("k_scale",), "k_descale"),
     **dict.fromkeys(("v_scale",), "v_descale"),
+    **dict.fromkeys(("alibi", "alibi_bias"), "alibi_slopes"),
+    "kv_scale": "k_descale and v_descale",
     "window_size": "window_size_left and window_size_right",
     "qv": "q_latent",
 }
