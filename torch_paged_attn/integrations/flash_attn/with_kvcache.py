@@ -139,6 +139,9 @@ def flash_attn_with_kvcache(
                     **options,
                 )
         elif alibi_slopes is q_descale is None:
+            if cu_seqlens_k_new is not None and cu_seqlens_k_new is cu_seqlens_q:
+                # a plan's guard takes no tensor twice
+                cu_seqlens_k_new = cu_seqlens_k_new.detach()
             if rotary_cos is not None:
                 options["rotary_interleaved"] = bool(rotary_interleaved)
             found = in_one_call(
