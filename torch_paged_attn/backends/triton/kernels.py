@@ -89,8 +89,10 @@ def _kind(call: AttentionCall, queries: int) -> str | None:
         return None
     if call.block_table is None or call.layout is not None or call.q.itemsize > 2:
         return None
-    # decodes of few heads are the portable kernel's, but costs are not known of all of its operands
-    if queries and _rows(call) <= MOST_PORTABLE and not _has_portable_costs(call):
+    # few queries are the portable kernel's where costs are not known of its operands; with scales by
+    # token, drafts of 5 and 8 tokens took Hopper's kernel 1.2 and 1.5 times as long
+    is_low = _rows(call) <= MOST_PORTABLE or portable.has_numbers_apart(call)
+    if queries and is_low and not _has_portable_costs(call):
         return None
     width = width_of(max(call.head_dim, call.head_dim_v))
     kind = f"{'few' if queries else 'many'}/d{width}/b{call.k.itemsize}"
