@@ -16,6 +16,12 @@ import torch_paged_attn
 from torch_paged_attn.integrations.fla import native_sparse_attention
 
 
+@functools.cache
+def bounds_of(count: int) -> torch.Tensor:
+    """Those of one sequence."""
+    return INT32([0, count])
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoCaches:
     """V4: a window of 128 keys with the sinks, `top` entries of a second cache, and their merge."""
@@ -54,10 +60,9 @@ class TwoCaches:
             keys = torch.cat([near(t), second[lists[t, 0].long(), 0]]).float()
             logits = torch.cat([q[t].float() @ keys.mT * scale, sinks[:, None]], 1)
             rows.append(torch.softmax(logits, 1)[:, :-1] @ keys)
-        calls = {"ours": ours}
-        if (
-            peer := self.flash_mla(peers.get("FlashMLA"), q, second, lists, sinks, near)
-        ) is not None:
+        kv, both = self.joint(second, lists, near)
+        calls = {"ours": ours, "one list": lambda: self.by_one_list(q, kv, both, sinks)}
+        if (peer := self.flash_mla(peers.get("FlashMLA"), q, kv, both, sinks)) is not None:
             calls["FlashMLA"] = peer
         found = timed(calls, torch.stack(rows), lambda found: found[0][list(tokens)])
         parts = take_turns({"window": first, "selected": selected})
@@ -83,18 +88,13 @@ class TwoCaches:
             lambda t: keys[max(t + 1 - self.window, 0) : t + 1, 0]
         )
 
-    def flash_mla(
+    def joint(
         self,
-        peer: Any,
-        q: torch.Tensor,
         second: torch.Tensor,
         lists: torch.Tensor,
-        sinks: torch.Tensor,
         near: Callable[[int], torch.Tensor],
-    ) -> Callable | None:
-        """One call for both caches, one behind the other; None if the library refuses it."""
-        if peer is None:
-            return None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both caches one behind the other, and lists of window and entries."""
         n, window = self.num_tokens, self.window
         if self.is_decode:
             keys = torch.stack([near(t) for t in range(n)]).view(-1, 1, LATENT)
@@ -104,8 +104,29 @@ class TwoCaches:
             own = torch.arange(n, device=DEVICE)[:, None] - torch.arange(window, device=DEVICE)
             own = own.clamp(min=-1)[:, None]
         kv = torch.cat([keys, second])
-        indices = torch.cat([own.int(), lists + len(keys)], -1).contiguous()
-        args = q, kv, indices, LATENT**-0.5, LATENT, sinks, None, None
+        return kv, torch.cat([own.int(), lists + len(keys)], -1).contiguous()
+
+    def by_one_list(
+        self, q: torch.Tensor, kv: torch.Tensor, lists: torch.Tensor, sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of caches that share their memory: the window's keys are listed, too."""
+        bounds = bounds_of(len(q)), bounds_of(len(kv))
+        return torch_paged_attn.selected_attention(
+            *(q, kv, kv, lists, *bounds), causal=False, softmax_scale=LATENT**-0.5, sinks=sinks
+        )
+
+    def flash_mla(
+        self,
+        peer: Any,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        lists: torch.Tensor,
+        sinks: torch.Tensor,
+    ) -> Callable | None:
+        """One call for both caches; None if the library refuses it."""
+        if peer is None:
+            return None
+        args = q, kv, lists, LATENT**-0.5, LATENT, sinks, None, None
         try:
             peer.sparse_prefill_fwd(*args)
         except Exception as error:

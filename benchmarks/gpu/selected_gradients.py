@@ -2,8 +2,8 @@
 
 *dense* is the backward of `flash_varlen` for the same queries and as many keys as each of them
 selects, so that it has the same number of products. attention-gym's kernel adds up keys' gradients
-in any order, *deterministic* does not; ours are deterministic. Gradients are compared with those of
-a float32 formula before they are timed; medians of bursts that take turns.
+in any order; ours are deterministic. Gradients are compared with those of a float32 formula before
+they are timed; medians of bursts that take turns.
 """
 
 import dataclasses
@@ -55,6 +55,8 @@ class Gradients:
             return torch_paged_attn.flash_varlen(q, kv, kv[..., :width], cu, keys)[0]
 
         want = self.formula(q, kv, dout, lists)
+        torch.cuda.synchronize()
+        print(f"# {self.name}", flush=True)  # what follows compiles, a peer for minutes
         calls = {"ours": backward_of(ours, q, kv, dout)}
         errors = {"ours": error_of(calls["ours"](), want)}
         if (gym := peers.get("attention-gym")) and self.num_kv_heads == self.size == 1:
@@ -65,11 +67,9 @@ class Gradients:
             def theirs(q: Tensor, kv: Tensor) -> Tensor:
                 return gym(q, local, kv, every, sliding_window_size=0)
 
-            for name in ("attention-gym", "deterministic"):
-                run = backward_of(theirs, *given)
-                calls[name] = functools.partial(with_order, name == "deterministic", run)
-                gradients = [x[0].transpose(0, 1) for x in calls[name]()]
-                errors[name] = error_of(gradients, want)
+            calls["attention-gym"] = backward_of(theirs, *given)
+            gradients = [x[0].transpose(0, 1) for x in calls["attention-gym"]()]
+            errors["attention-gym"] = error_of(gradients, want)
         assert max(errors.values()) < MOST_ERROR, f"relative errors {errors}"
         if self.head_dim <= 256:
             calls["dense"] = backward_of(dense, q, kv[: self.top * self.size], dout)
@@ -102,14 +102,6 @@ def backward_of(forward: Callable[..., Tensor], q: Tensor, kv: Tensor, dout: Ten
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def with_order(is_kept: bool, run: Callable) -> Any:
-    torch.use_deterministic_algorithms(is_kept)
-    try:
-        return run()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def error_of(gradients: Any, want: tuple[Tensor, ...]) -> float:
     return max(relative_error(g, w) for g, w in zip(gradients, want, strict=True))
 
@@ -117,7 +109,6 @@ def error_of(gradients: Any, want: tuple[Tensor, ...]) -> float:
 CASES = (
     Gradients("4,096 tokens, 32/1 heads of 128, top 512 of 4,096", 4096, 32, 1, 128, 4096, 512),
     Gradients("4,096 tokens, 32/1 heads of 64, top 256 of 4,096", 4096, 32, 1, 64, 4096, 256),
-    Gradients("4,096 tokens, 16/1 heads of 128, top 64 of 1,024", 4096, 16, 1, 128, 1024, 64),
     Gradients("M3: 4,096 tokens, 64/4 heads of 128, 16 of 128", 4096, 64, 4, 128, 16384, 16, 128),
     Gradients("DSA: 2,048 tokens, 16 heads, top 2048", 2048, 16, 1, 576, 8192, 2048, 1, 512),
 )

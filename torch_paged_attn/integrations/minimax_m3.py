@@ -58,7 +58,11 @@ def minimax_m3_sparse_attn(
     """
     name = "minimax_m3_sparse_attn"
     check_tensors(name, q=q, cu_seqlens_q=cu_seqlens_q, prefix_lens=prefix_lens)
-    tables = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seq_lens, "q_position": prefix_lens}
+    tables: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "seqused_k": seq_lens,
+        "q_position": prefix_lens,
+    }
     tables |= {"block_table": block_table, "key_indices": topk_idx}
     _attend(name, q, kv_cache, tables, max_query_len, num_kv_heads, sm_scale, output,
             k_scale, v_scale)  # fmt: skip
@@ -110,7 +114,7 @@ def minimax_m3_sparse_attn_decode(
         if token_to_req_indices.shape[0] < q.shape[0]:
             given = f"shape {tuple(token_to_req_indices.shape)}"
             fail(name, "token_to_req_indices", given, f"(at least total_q = {q.shape[0]},)")
-    tables = {"cu_seqlens_q": bounds, "seqused_k": seq_lens}
+    tables: dict[str, Any] = {"cu_seqlens_q": bounds, "seqused_k": seq_lens}
     tables |= {"block_table": block_table, "key_indices": topk_idx}
     _attend(name, q, kv_cache, tables, decode_query_len, num_kv_heads, sm_scale, output,
             k_scale, v_scale)  # fmt: skip
@@ -120,7 +124,7 @@ def _attend(
     name: str,
     q: Tensor,
     kv_cache: Tensor,
-    tables: dict[str, Tensor],
+    tables: dict[str, Any],
     max_query_len: int,
     num_kv_heads: int,
     sm_scale: float,
@@ -134,10 +138,8 @@ def _attend(
     check_dim(name, "q", q, "(total_q, num_heads, head_dim)")
     check_dim(name, "kv_cache", kv_cache, "(num_blocks, num_kv_heads, block, 2 * head_dim)")
     num_blocks, heads, block, _ = kv_cache.shape
-    shape = num_blocks, num_kv_heads, block, 2 * q.shape[2]
-    check_shape(
-        name, "kv_cache", kv_cache, shape, "(num_blocks, num_kv_heads, block, 2 * head_dim)"
-    )
+    form = "(num_blocks, num_kv_heads, block, 2 * head_dim)"
+    check_shape(name, "kv_cache", kv_cache, (num_blocks, num_kv_heads, block, 2 * q.shape[2]), form)
     check_dim(name, "topk_idx", lists, "(num_kv_heads, total_q, topk)")
     shape = heads, q.shape[0], lists.shape[2]
     check_shape(name, "topk_idx", lists, shape, "(num_kv_heads, total_q, topk)")
