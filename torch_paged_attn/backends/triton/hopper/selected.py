@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.hopper.mla import HALF, ROPE
 from torch_paged_attn.backends.triton.hopper.mla_work import (
     HEAD_DIM,
@@ -46,8 +46,13 @@ COLUMN_BOXES = 2
 # heads of a tile (`selected_few_heads.py`), or BLOCK_M for more
 FEWEST_HEADS, FEW_HEADS = 8, 16
 
-# keys of a pair of blocks, and elements of the pieces that a thread copies
-PAIR, PIECE = 128, 8
+# keys of a pair of blocks, and bytes of the pieces that a thread copies
+PAIR, PIECE = 128, 16
+
+# of latents of 8 bits: the most heads; groups of columns on their way, by heads of a tile; and
+# groups of warps that convert
+MOST_SCALED_HEADS = 0
+STAGES, CONVERTERS = {FEWEST_HEADS: 7, FEW_HEADS: 5}, 1
 
 # with more tokens than this to each group of programs, all groups have a share
 FEW_TOKENS = 8
@@ -66,12 +71,16 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"select_size is {selection.select_size}"
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
+    has_scales = is_by_column(call.v_descale, v)
+    if has_scales:
+        if (reason := _unsupported_scales(call)) is not None:
+            return reason
+    elif q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     for name in DESCALES:
-        if getattr(call, name) is not None:
+        if getattr(call, name) is not None and not (has_scales and name == "v_descale"):
             return f"it has no {name}"
     if call.softcap:
         return "it has no softcap"
@@ -90,14 +99,39 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+def _unsupported_scales(call: AttentionCall) -> str | None:
+    """Why a call cannot take the kernel for latents of 8 bits; None if it can."""
+    q, k, v, scales = call.q, call.k, call.v, call.v_descale
+    assert scales is not None
+    # weights times scales need the range of bfloat16
+    if not (q.dtype == k.dtype == torch.bfloat16 and v.dtype == torch.float8_e4m3fn):
+        return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, with scales by column"
+    if call.q_latent is None:
+        return "q_latent is not given, with scales by column"
+    if call.num_heads > MOST_SCALED_HEADS:
+        return f"more than {MOST_SCALED_HEADS} heads, with scales by column"
+    if not _are_one_row(call) or _pieces(call, scales) != _pieces(call, v):
+        return "rope keys, latents and scales do not lie equally far apart"
+    if scales.stride(-1) != 1 or is_misaligned(scales, scales.dim() - 1):
+        return "v_descale is not aligned to 16 bytes"
+    return None
+
+
+def _pieces(call: AttentionCall, x: Tensor) -> tuple[int, int]:
+    """How many pieces of 16 bytes pages and slots of keys are apart."""
+    page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
+    return page * x.itemsize // PIECE, slot * x.itemsize // PIECE
+
+
 def _are_one_row(call: AttentionCall) -> bool:
     """Whether rows of keys lie as far apart as rows of values."""
-    return call.k.stride()[:-1] == call.v.stride()[:-1]
+    return _pieces(call, call.k) == _pieces(call, call.v)
 
 
 def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
+    has_scales = is_by_column(call.v_descale, call.v)
     heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), BLOCK_M)
     return ListOptions(
         HEAD_TILES=cdiv(call.num_heads, heads),
@@ -113,6 +147,9 @@ def options_of(call: AttentionCall) -> ListOptions:
         COLUMN_BOXES=1 if heads == FEWEST_HEADS else COLUMN_BOXES,
         PACKED_HEADS=heads,
         ROWS=heads,
+        HAS_SCALES=has_scales,
+        STAGES=STAGES[heads] if has_scales else 0,
+        CONVERTERS=CONVERTERS if has_scales else 0,
     )
 
 
@@ -161,15 +198,11 @@ def scalars_of(call: AttentionCall) -> ListScalars:
     selection = call.selection
     assert selection is not None
 
-    def pieces(x: Tensor) -> tuple[int, int]:
-        page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
-        return page // PIECE, slot // PIECE
-
     return ListScalars(
         call.num_heads,
         selection.key_indices.stride(2),
-        *pieces(call.v),
-        *pieces(call.k),
+        *_pieces(call, call.v),
+        *_pieces(call, call.k),
         left=min(call.window_size_left, UNBOUNDED),
         right=min(call.window_right, UNBOUNDED),
         scale_log2=call.scale * LOG2E.value,
@@ -180,6 +213,9 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     """A function that launches the kernels for calls like this one, which have tensors of these
     names. It takes the given tensors, their addresses or None, and the tensors for results.
     """
+    from torch_paged_attn.backends.triton.hopper.selected_bytes_few_heads import (
+        _hopper_selected_bytes_few_heads_kernel,
+    )
     from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
         _hopper_selected_few_heads_kernel,
     )
@@ -194,9 +230,13 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    is_few = options.PACKED_HEADS <= FEW_HEADS
+    kernel = _hopper_selected_fwd_kernel
+    if options.HAS_SCALES:
+        kernel = _hopper_selected_bytes_few_heads_kernel
+    elif options.PACKED_HEADS <= FEW_HEADS:
+        kernel = _hopper_selected_few_heads_kernel
     launch = Launch(
-        _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
+        kernel,
         (programs,),
         **sizes_of(call, units)._asdict(),
         scalars=scalars_of(call),
@@ -207,7 +247,7 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
     # a tensor that is not given is the None behind the given ones
     places = {name: i for i, name in enumerate(given)}
-    named = "q_latent", "k", "v", *ListPointers._fields[5:]
+    named = "q_latent", "k", "v", *ListPointers._fields[5:-1], "v_descale"
     pick = operator.itemgetter(*(places.get(name, len(given)) for name in named))
     column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE
     column_bytes = column * call.k.itemsize
