@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_paged_attn import _warmup
-from torch_paged_attn._model_config import Layer
+from torch_paged_attn._model_config import KeyLists, Layer
 from torch_paged_attn._serving import Serving
 from torch_paged_attn.ops import flash_varlen, select_keys, selected_attention
 from torch_paged_attn.ops.append_and_attend import append_and_attend
@@ -178,6 +178,31 @@ def selected_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
             weights = new(total, lists.index_heads, dtype=torch.float32)
             calls.append(functools.partial(select, q, index_k, weights, *lengths))
     return calls
+
+
+def selected_calls_of(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    max_batch: int,
+    max_tokens: int,
+    num_units: int,
+    select_size: int,
+) -> Described:
+    """`selected_calls` of the arguments of `warmup`."""
+    layer = Layer(
+        *(num_heads, num_kv_heads, head_dim, head_dim_v),
+        options.get("softmax_scale") or head_dim**-0.5,
+        is_latent=num_kv_heads == 1 and head_dim_v < head_dim,
+        lists=KeyLists(num_units, select_size),
+    )
+    sizes = Sizes(dtype, kv_dtype, page_size, max_batch, max_tokens, _warmup.CONTEXTS[-1])
+    return f"selected {layer} {sizes}", functools.partial(selected_calls, layer, sizes)
 
 
 def generate_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:

@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     let_next_kernel_start,
     wait_for_kernel_before,
 )
+from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import copy_stored_block
 from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
@@ -244,6 +245,15 @@ def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.cons
 @gluon.jit
 def _copy_block(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
     """Copy block number BLOCK of pair n, and say which of its keys are seen."""
+    if OPTIONS.HAS_SCALES:
+        copy_stored_block(n, rows, params, pipelines, BLOCK)
+    else:
+        _copy_latents(n, rows, params, pipelines, OPTIONS, BLOCK)
+
+
+@gluon.jit
+def _copy_latents(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
+    """The same of latents of 16 bits."""
     keys = pipelines.k
     keys.acquire(n, 2 * BLOCK)
     pipelines.seen.put(rows.is_seen, BLOCK)
