@@ -3,6 +3,7 @@
 gfx942 has float8 types of its own (no -0, one exponent more): there these functions do it all.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from torch_paged_attn.backends.triton.int4 import (  # noqa: E402
     decode_two,
     encode_two,
 )
+from torch_paged_attn.backends.triton.quantize_rows import LARGEST  # noqa: E402
 from torch_paged_attn.backends.triton.runtime.target import target_of  # noqa: E402
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
@@ -106,3 +108,21 @@ def test_every_byte_of_int4(device):
     out = torch.zeros(256, 3, device=device)
     _two_kernel[(1,)](codes.to(device), out, 256)
     assert torch.equal(out.cpu(), torch.cat([int4_of(codes, 2), codes[:, None].float()], 1))
+
+
+def test_one_correction_makes_a_product_with_the_inverse_the_quotient():
+    """As `quantize_rows.py` divides, for all bfloat16 numbers and largest ones of a row, but for
+    powers of two of both, in float32; float64 holds each product and its sum exactly."""
+    mantissas = 1 + np.arange(128, dtype=np.float32) / 128
+    numbers = np.concatenate([mantissas * np.float32(2.0**-e) for e in range(14)])
+
+    def fma(a, b, c):
+        return (a.astype(np.float64) * b.astype(np.float64) + c).astype(np.float32)
+
+    for largest in LARGEST.values():
+        scale = (mantissas / np.float32(largest))[:, None]
+        inverse = np.float32(1) / scale
+        x = np.broadcast_to(numbers, (len(scale), len(numbers)))
+        quotient = x * inverse
+        found = fma(fma(quotient, -scale, x), inverse, quotient)
+        assert (found == x / scale)[x <= mantissas[:, None]].all()

@@ -20,6 +20,8 @@ from torch_paged_attn.lru import LRU
 
 # rows of a tile of few queries up to which the portable kernel is one of the ways
 MOST_PORTABLE = 16
+# the same with scales by token: Hopper's kernel took 1.2 times as long for 20 rows, 1.5 for 32
+MOST_APART = 32
 # without the hint max_seqlen_k, the longest sequence is assumed to have as many keys as the
 # geometric mean of this number and of the keys that the block table has room for
 LEAST_UNSAID = 1024
@@ -159,8 +161,7 @@ def reasons(call: AttentionCall, sizes: Sizes, reason: str | None) -> dict[str, 
     has_apart = portable.has_numbers_apart(call)
     if has_apart or not is_known:
         of_portable = "its costs are not known"
-    # with scales by token, drafts of 5 and 8 tokens took Hopper's kernel 1.2 and 1.5 times as long
-    if sizes.is_few and of_portable and (rows <= MOST_PORTABLE or has_apart):
+    if sizes.is_few and of_portable and rows <= (MOST_APART if has_apart else MOST_PORTABLE):
         return {}  # the portable kernel's, by its tables
     if sizes.is_few and rows > MOST_PORTABLE:
         of_portable = f"a sequence has {rows} rows"
