@@ -52,7 +52,7 @@ class Compared(NamedTuple):
 
 
 def is_gpu(document: dict[str, Any]) -> bool:
-    return "gpu" in document["machine"]
+    return "results" not in document
 
 
 def is_drawn(document: dict[str, Any]) -> bool:

@@ -12,16 +12,19 @@ gradients. With `batch_invariant=True`, and with everything around attention com
 `flash_varlen` and for SDPA, with what each costs. A policy-gradient run follows: its importance
 ratio must be exactly 1 at every token of every step.
 
-    python examples/rollout.py [--quick]
+    python examples/rollout.py [--quick] [--json OUT --machine NAME]
 """
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import pairwise
+from pathlib import Path
 
 # a thread that waits sleeps instead of spinning: on a busy machine that is several times faster
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -352,11 +355,28 @@ def policy_gradient(model, mode, steps, progress):
     return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth, farthest
 
 
+def add_rows(path, machine, results):
+    """Add results, (dtype, Result) each, to the "rollout" part of a JSON file of benchmarks."""
+    versions = {"torch": torch.__version__, "date": str(date.today())}
+    document = {"machine": versions, "parts": {"rollout": []}}
+    if path.exists():
+        document = json.loads(path.read_text())
+    for dtype, r in results:
+        figures = {"equal": r.equal, "tokens": r.total, "largest": r.largest}
+        figures |= {"sampling": round(r.sampling, 3), "training": round(r.training, 3)}
+        row = {"problem": f"{machine}, {dtype}, {r.mode.name}", "unit": "s", "figures": figures}
+        document["parts"]["rollout"].append(row)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     shorter = "fewer prompts and steps; on a GPU without the default mode"
     parser.add_argument("--quick", action="store_true", help=shorter)
-    quick = parser.parse_args().quick
+    parser.add_argument("--json", type=Path, metavar="OUT", help="add the table's rows to a file")
+    parser.add_argument("--machine", default=DEVICE, help="its name in those rows")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     console = Console(width=96)
     count, longest, new_tokens, steps = (8, 100, 8, 10) if quick else (32, 600, 32, 200)
     modes = [INVARIANT, DEFAULT, SDPA]
@@ -369,13 +389,14 @@ def main():
         table.add_column(name)
     for name in ("equal bits", "largest difference", "sampling, s", "training, s"):
         table.add_column(name, justify="right")
-    failed = False
+    failed, results = False, []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         model = Llama(Config()).to(DEVICE, dtype)
         for mode in modes:
             result = compare(model, mode, count, longest, new_tokens)
             failed |= mode is INVARIANT and result.equal < result.total
+            results.append((str(dtype).removeprefix("torch."), result))
             table.add_row(
                 str(dtype).removeprefix("torch."),
                 mode.name,
@@ -385,6 +406,8 @@ def main():
                 f"{result.training:.2f}",
             )
     console.print(table)
+    if arguments.json:
+        add_rows(arguments.json, arguments.machine, results)
 
     torch.manual_seed(0)
     # the same heads, so that no other kernels are compiled

@@ -13,7 +13,7 @@ from torch_paged_attn import _warmup
 from torch_paged_attn._model_config import KeyLists, Layer
 from torch_paged_attn._serving import Serving
 from torch_paged_attn.ops import flash_varlen, select_keys, selected_attention
-from torch_paged_attn.ops.append_and_attend import MOST_TOKENS, append_and_attend
+from torch_paged_attn.ops.append_and_attend import append_and_attend
 
 USES = "serving", "generate", "training"
 # queries of a sequence, beside one: draft tokens, and prompts
@@ -226,7 +226,7 @@ def generate_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
         rows = q.view(batch, queries, *q.shape[1:])
         fresh = new(batch, queries, *shape)
         calls.append(functools.partial(attend, q, packed, packed, *lengths, k_start=used))
-        if batch * queries <= MOST_TOKENS and not layer.has_slopes:
+        if not layer.has_slopes:
             given = rows, *pages, fresh, fresh, used
             table = new.table(batch, keys)
             calls.append(functools.partial(append_and_attend, *given, table, **paged))

@@ -265,6 +265,18 @@ def tables(read_ceiling: float) -> list[Table]:
             {f"ranges of {keys:,} keys": of_own_default(keys) for keys in (2048, 256)},
         ),
         Table(
+            "log-probabilities of sampler and trainer",
+            "rollout",
+            "",
+            {
+                "tokens": figure("tokens", "{:,.0f}"),
+                "equal in every bit": figure("equal", "{:,.0f}"),
+                "largest difference": figure("largest", "{:.1e}"),
+                "sampling, s": figure("sampling", "{:.2f}"),
+                "training, s": figure("training", "{:.2f}"),
+            },
+        ),
+        Table(
             "cache write, µs: tokens x KV heads x head_dim",
             "cache_write",
             "",
@@ -283,9 +295,11 @@ def tables(read_ceiling: float) -> list[Table]:
                 "first, s": figure("first", "{:.1f}"),
                 "other steps, s": figure("others", "{:.1f}"),
                 "again, s": figure("again", "{:.2f}"),
+                "least, s": figure("least", "{:.2f}"),
                 "kernels compiled": figure("kernels"),
                 "SDPA: first, s": figure("SDPA first", "{:.1f}"),
                 "again, s ": figure("SDPA again", "{:.2f}"),
+                "least, s ": figure("SDPA least", "{:.2f}"),
                 "tokens/s": figure("tokens/s"),
                 "SDPA: tokens/s": figure("SDPA tokens/s"),
             },
@@ -310,9 +324,9 @@ def read_ceiling(document: dict[str, Any]) -> float:
 
 
 def describe(machine: dict[str, Any]) -> str:
-    return (
-        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['date']}"
-    )
+    gpu, triton = machine.get("gpu"), machine.get("triton")
+    named = [gpu, f"torch {machine['torch']}", triton and f"Triton {triton}", machine["date"]]
+    return ", ".join(filter(None, named))
 
 
 def markdown(document: dict[str, Any]) -> str:
