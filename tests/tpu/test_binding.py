@@ -15,7 +15,7 @@ from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.torch_side import binding, front_ends
 from torch_paged_attn.backends.tpu.torch_side.tensors import is_front_of, memory_of, whole_of
-from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing import PROBLEMS, SELECTED, assert_accurate, build
 
 # each with a tensor that has an entry for every sequence, or words of its own
 CASES = {
@@ -54,6 +54,17 @@ def test_attention(name, changes, front_end):
     args, options = dispatched(call)
     out, lse = getattr(binding, call.op)(*args, run=front_end, **options)
     assert_accurate(out, lse, call.truth())
+
+
+@pytest.mark.device_suite
+def test_selected_pages(front_end):
+    """Each token and KV head is a sequence; what is no whole page is refused by name."""
+    call = build(dataclasses.replace(SELECTED["selected/pages/f32"], seqs=((1, 20), (2, 5))))
+    args, options = dispatched(call)
+    out, lse = binding.selected_attention(*args, run=front_end, **options)
+    assert_accurate(out, lse, call.truth())
+    with pytest.raises(NotImplementedError, match="select_size is 4 with a page_size of 8"):
+        binding.selected_attention(*args, run=front_end, **options | {"select_size": 4})
 
 
 @pytest.mark.device_suite
