@@ -80,6 +80,17 @@ class Seen(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+class Subclass(torch.Tensor):
+    """A tensor whose functions are its own, and notes how often they are called."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.count += "flash_varlen" in str(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 class Modes(TorchFunctionMode):
     """A function mode that changes nothing."""
 
@@ -104,6 +115,9 @@ def plain():
         q = hits.q.clone().requires_grad_()
         hits.attend(q)
         found["requires grad, no_grad"] = hits.of(hits.attend, q)
+    parameter = torch.nn.Parameter(hits.q.clone(), requires_grad=False)
+    hits.attend(parameter)
+    found["a parameter"] = hits.of(hits.attend, parameter)
     version = hits.cache._version
     found["write"] = hits.of(hits.write)
     found["versions of the cache"] = hits.cache._version - version
@@ -131,6 +145,10 @@ def by_the_dispatcher():
     found["seen by the dispatch mode"] = OP in seen.names
     try_in("function mode", Modes())
     try_in("autocast", torch.autocast("cpu", BF16))
+    own = hits.q.as_subclass(Subclass)
+    for number in range(1, 4):
+        try_in(f"subclass, call {number}", contextlib.nullcontext(), lambda: hits.attend(own))
+    found["seen by the subclass"] = Subclass.count == 3
     q = hits.q.clone().requires_grad_()
     with torch.no_grad():
         hits.of(hits.attend, q)
@@ -177,7 +195,7 @@ def processes():
 def test_a_repeated_call_goes_past_the_dispatcher(processes):
     found = processes.submit(plain).result()
     wanted = dict.fromkeys(("inference_mode", "no_grad", "enable_grad", "defaults by name"), 2)
-    wanted |= {"a number": 1, "other number": 1, "a tensor by name": 1}
+    wanted |= {"a number": 1, "other number": 1, "a tensor by name": 1, "a parameter": 2}
     assert found == wanted | {"requires grad, no_grad": 2, "write": 2, "versions of the cache": 2}
 
 

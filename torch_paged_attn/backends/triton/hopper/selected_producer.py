@@ -21,7 +21,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     wait_for_kernel_before,
 )
 from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import copy_stored_block
-from torch_paged_attn.backends.triton.hopper.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -232,12 +232,12 @@ def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.cons
     half = keys.half(n, QUARTER)
     for i in gl.static_range(HALF // BOX):
         box = half.slice(i * BOX, BOX, dim=1)
-        async_copy.async_copy_global_to_shared(box, latents + i * BOX, is_seen)
+        async_load_pointers(box, latents + i * BOX, is_seen)
         if i % AT_ONCE == AT_ONCE - 1:
             if QUARTER % 2 == 1 and OPTIONS.HAS_ROPE and i == HALF // BOX - 1:
                 rope = keys.rope(n, QUARTER // 2)
                 ropes = pointers.ropes + _pieces_of(rows.rope)
-                async_copy.async_copy_global_to_shared(rope, ropes, is_seen)
+                async_load_pointers(rope, ropes, is_seen)
             barrier = keys.full_barrier(QUARTER, i // AT_ONCE)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
 

@@ -12,10 +12,20 @@ from torch_paged_attn.backends.triton.runtime.target import assumed
 
 _address_of = Tensor.data_ptr
 
+# a subclass without functions of its own has it, for example a parameter
+_no_function_of_its_own: Any = torch._C._disabled_torch_function_impl
+
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # torch.compile's own check of inputs, in C++: it compares types, dtypes, devices, sizes, strides,
 # and autograd's modes
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether functions of this tensor are torch's own: those of a subclass may be its own, and a
+    kernel is given the subclass.
+    """
+    return type(x) is Tensor or type(x).__torch_function__ is _no_function_of_its_own
 
 
 class Guard:
@@ -25,7 +35,7 @@ class Guard:
 
     __slots__ = (
         *("_absent", "_check", "_count", "_device", "_is_invariant", "_options", "_pick"),
-        *("_target", "requires_grad"),
+        *("_target", "is_plain", "requires_grad"),
     )
 
     def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
@@ -47,6 +57,7 @@ class Guard:
         self._is_invariant, self._target = environment.BATCH_INVARIANT, assumed()
         # in no_grad mode; the check compares it with that of a call's tensors, but knows no mode
         self.requires_grad = any(x.requires_grad for x in given)
+        self.is_plain = all(map(_is_plain, given))
 
     @staticmethod
     def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:

@@ -155,12 +155,13 @@ def _call(
 
 
 def again(op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The results of a call that is like one of the op's last, and of which autograd records
-    nothing; NotImplemented for others. What is not a tensor matches no guard.
+    """The results of a call that is like one of the op's last, of which autograd records nothing,
+    and which no subclass of tensors sees; NotImplemented for others. What is not a tensor matches
+    no guard.
     """
     if not _function_modes():
         for guard, plan in _recent.get(op, ()):
-            if guard.requires_grad and torch.is_grad_enabled():
+            if not guard.is_plain or (guard.requires_grad and torch.is_grad_enabled()):
                 continue
             if (found := guard.match(tensors, options)) is not None:
                 return plan(*found)
