@@ -18,6 +18,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_seen_keys,
 )
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers
 from torch_paged_attn.backends.triton.hopper.work_info import (
     NUM_KV_TILES,
     new_work_info,
@@ -84,7 +85,7 @@ def _copy(target, pointer, row, is_seen, COLUMNS: gl.constexpr, PIECE: gl.conste
     row = gl.expand_dims(gl.convert_layout(row, by_row), 1)
     is_seen = gl.expand_dims(gl.convert_layout(is_seen, by_row), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    async_copy.async_copy_global_to_shared(target, pointer + (row * PIECE + column), is_seen)
+    async_load_pointers(target, pointer + (row * PIECE + column), is_seen)
 
 
 @gluon.jit
