@@ -23,6 +23,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import (
     GROUPS,
+    SCALE_STAGES,
     SCALED,
     convert_latents,
     new_stored_pipelines,
@@ -53,25 +54,20 @@ def _scores(block, n, scales, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.conste
     """Scores of a block, which is block BLOCK of pair n."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     zeros = gl.zeros([KEYS, HEADS], gl.float32, products_layout(HEADS))
-    # a product is asked for before the one before it is scaled
     a = _ask_for_scores(block, 0, pipelines, zeros, OPTIONS)
     b = _ask_for_scores(block, 1, pipelines, zeros, OPTIONS)
-    a, b = warpgroup_mma_wait(1, deps=[a, b])
-    s = a * _scale(scales, 0, OPTIONS)
-    a = _ask_for_scores(block, 2, pipelines, zeros, OPTIONS)
-    b, a = warpgroup_mma_wait(1, deps=[b, a])
-    s += b * _scale(scales, 1, OPTIONS)
-    b = _ask_for_scores(block, 3, pipelines, zeros, OPTIONS)
-    a, b = warpgroup_mma_wait(1, deps=[a, b])
-    s += a * _scale(scales, 2, OPTIONS)
+    c = _ask_for_scores(block, 2, pipelines, zeros, OPTIONS)
+    d = _ask_for_scores(block, 3, pipelines, zeros, OPTIONS)
     pipelines.ropes.consumer_wait(block)
     fence_async_shared()  # products read in another way what threads have copied
     q = pipelines.q.rope.index(0).reshape([HEADS, ROPE]).permute((1, 0))
-    a = warpgroup_mma(pipelines.ropes.tile(block), q, zeros, use_acc=False, is_async=True)
-    b, a = warpgroup_mma_wait(1, deps=[b, a])
-    s += b * _scale(scales, 3, OPTIONS)
-    s += warpgroup_mma_wait(0, deps=[a])
-    return pipelines.seen.hide(s, n, BLOCK, 1)
+    s = warpgroup_mma(pipelines.ropes.tile(block), q, zeros, use_acc=False, is_async=True)
+    a, b, c, d, s = warpgroup_mma_wait(0, deps=[a, b, c, d, s])
+    s += a * _scale(scales, 0, OPTIONS) + b * _scale(scales, 1, OPTIONS)
+    s += c * _scale(scales, 2, OPTIONS) + d * _scale(scales, 3, OPTIONS)
+    s = pipelines.seen.hide(s, n, BLOCK, 1)
+    pipelines.ropes.consumer_release(block)
+    return s
 
 
 @gluon.jit
@@ -90,7 +86,7 @@ def _fold_block(
     keys = pipelines.k
     result: gl.constexpr = values[0].type.layout
     block = 2 * n + BLOCK
-    scales = pipelines.scales.index(block % 2)
+    scales = pipelines.scales.index(block % SCALE_STAGES)
     s = _scores(block, n, scales, pipelines, OPTIONS, BLOCK)
     p, m_i, l_i, shrink = fold_few(s, m_i, l_i, params)
     for i in gl.static_range(GROUPS):
@@ -98,8 +94,6 @@ def _fold_block(
         weights.slice(i * HEADS, HEADS).store(gl.permute(x, (1, 0)))
     fence_async_shared()
     thread_barrier()
-    # its scales were read, too
-    pipelines.ropes.consumer_release(block)
     gain = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(0, result)), 0)
     a = _add_values(values[0] * gain, block, 0, keys, weights, OPTIONS)
     b = _add_values(values[1] * gain, block, 1, keys, weights, OPTIONS)

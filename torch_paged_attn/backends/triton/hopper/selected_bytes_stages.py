@@ -16,19 +16,20 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     KEYS,
     ROPE,
     new_seen_keys,
-    opaque_zero,
 )
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers
 from torch_paged_attn.backends.triton.hopper.work_info import (
     NUM_KV_TILES,
     new_work_info,
     thread_barrier,
 )
 
-# columns of a group, pairs of these, and groups of a block
-SCALED, PAIRS, GROUPS = gl.constexpr(128), gl.constexpr(64), gl.constexpr(4)
-# blocks of a pair
-BLOCKS = gl.constexpr(2)
+# columns of a group, groups of a block, and groups that have room in 16 bits: of two blocks
+SCALED, GROUPS, CONVERTED = (gl.constexpr(i) for i in (128, 4, 8))
+# blocks whose rope keys, and blocks whose scales have room. The scales of block n may be written
+# once the scores of block n - 2 are there: block n - 3 is done then, and its scales are read
+ROPE_STAGES, SCALE_STAGES = gl.constexpr(2), gl.constexpr(3)
 # numbers of 8 bits in a piece of 16 bytes, and rows that are converted at a time
 BYTES, AT_ONCE = gl.constexpr(16), gl.constexpr(16)
 
@@ -48,8 +49,8 @@ class StoredPipelines(NamedTuple):
     q: Any
     stored: Any  # groups of 8 bits: (STAGES, KEYS, SCALED)
     k: Any  # the same of 16 bits: (CONVERTED, KEYS, SCALED)
-    ropes: Any  # (BLOCKS, KEYS, ROPE); with a block's, its scales arrive
-    scales: Any  # (BLOCKS, KEYS, GROUPS) float32
+    ropes: Any  # (ROPE_STAGES, KEYS, ROPE); with a block's, its scales arrive
+    scales: Any  # (SCALE_STAGES, KEYS, GROUPS) float32
     seen: Any
     work_info: Any
 
@@ -60,16 +61,12 @@ def new_stored_pipelines(queries, rope_dtype: gl.constexpr, OPTIONS: gl.constexp
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     STAGES: gl.constexpr = OPTIONS.STAGES
-    CONVERTED: gl.constexpr = OPTIONS.CONVERTED
     # each of the producer's threads says when what it copied has arrived
-    if OPTIONS.CONVERTERS == 0:
-        stored = new_pipeline(gl.int16, [STAGES, KEYS, PAIRS], swizzled, STAGES, 1, 128)
-        keys = stored
-    else:
-        stored = new_pipeline(gl.float8e4nv, [STAGES, KEYS, SCALED], plain, STAGES, 1, 128)
-        keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
-    ropes = new_pipeline(rope_dtype, [BLOCKS, KEYS, ROPE], swizzled, BLOCKS, 1, 128)
-    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, KEYS, GROUPS], plain)
+    stored = new_pipeline(gl.float8e4nv, [STAGES, KEYS, SCALED], plain, STAGES, 1, 128)
+    keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
+    shape: gl.constexpr = [ROPE_STAGES, KEYS, ROPE]
+    ropes = new_pipeline(rope_dtype, shape, swizzled, ROPE_STAGES, 1, 128)
+    scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES, KEYS, GROUPS], plain)
     return StoredPipelines(queries, stored, keys, ropes, scales, new_seen_keys(), new_work_info(2))
 
 
@@ -88,41 +85,26 @@ def _copy(target, pointer, row, is_seen, COLUMNS: gl.constexpr, PIECE: gl.conste
     row = gl.expand_dims(gl.convert_layout(row, by_row), 1)
     is_seen = gl.expand_dims(gl.convert_layout(is_seen, by_row), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    async_copy.async_copy_global_to_shared(target, pointer + (row * PIECE + column), is_seen)
-
-
-@gluon.jit
-def stage_of(n, ring, PLACE: gl.constexpr, FILLS: gl.constexpr):
-    """Of fill number PLACE of the FILLS fills of pair n: its stage in a ring, and its phase."""
-    if ring.STAGES == FILLS:
-        return PLACE + opaque_zero(FILLS * n + PLACE), n & 1
-    else:
-        fill = n * FILLS + PLACE
-        return fill % ring.STAGES, (fill // ring.STAGES) & 1
+    async_load_pointers(target, pointer + (row * PIECE + column), is_seen)
 
 
 @gluon.jit
 def copy_stored_block(n, rows, params, pipelines, BLOCK: gl.constexpr):
     """Copy block number BLOCK of pair n, of keys in these rows, and say which of them are seen."""
     pointers, stored, ropes = params.pointers, pipelines.stored, pipelines.ropes
+    block = 2 * n + BLOCK
     for i in gl.static_range(GROUPS):
-        stage, phase = stage_of(n, stored, GROUPS * BLOCK + i, BLOCKS * GROUPS)
-        mbarrier.wait(stored.empty.index(stage), phase ^ 1)
-        tile = stored.tiles.index(stage)
-        if stored.tiles.dtype == gl.int16:
-            latents = pointers.latents.to(gl.pointer_type(gl.int16), bitcast=True) + i * PAIRS
-            _copy(tile, latents, rows.latent, rows.is_seen, PAIRS, 8)
-        else:
-            latents = pointers.latents + i * SCALED
-            _copy(tile, latents, rows.latent, rows.is_seen, SCALED, BYTES)
-        async_copy.mbarrier_arrive(stored.full.index(stage), increment_count=False)
-    stage = BLOCK + opaque_zero(n)
-    mbarrier.wait(ropes.empty.index(stage), (n & 1) ^ 1)
+        fill = GROUPS * block + i
+        stored.producer_acquire(fill)
+        latents = pointers.latents + i * SCALED
+        _copy(stored.tile(fill), latents, rows.latent, rows.is_seen, SCALED, BYTES)
+        async_copy.mbarrier_arrive(stored.full_barrier(fill), increment_count=False)
+    ropes.producer_acquire(block)
     pipelines.seen.put(rows.is_seen, BLOCK)
-    _copy(ropes.tiles.index(stage), pointers.ropes, rows.latent, rows.is_seen, ROPE, 8)
-    scales = pipelines.scales.index(stage)
+    _copy(ropes.tile(block), pointers.ropes, rows.latent, rows.is_seen, ROPE, 8)
+    scales = pipelines.scales.index(block % SCALE_STAGES)
     _copy(scales, pointers.scales, rows.latent, rows.is_seen, GROUPS, 4)
-    async_copy.mbarrier_arrive(ropes.full.index(stage), increment_count=False)
+    async_copy.mbarrier_arrive(ropes.full_barrier(block), increment_count=False)
 
 
 @gluon.jit
@@ -158,7 +140,7 @@ def convert_latents(pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     pipelines.q.wait(0)
     pairs = pipelines.work_info.get(0, NUM_KV_TILES)
     while pairs > 0:
-        for _ in range(pairs * (2 * GROUPS // CONVERTERS)):
+        for _ in range(pairs * (CONVERTED // CONVERTERS)):
             _convert_group(CONVERTERS * n + W, pipelines.stored, pipelines.k)
             n += 1
         tile += 1
