@@ -3,10 +3,12 @@
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
 a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR=here
 has kernels for this machine's processor alone: others are only parsed, and those for which it has
-better ones are optimised little (`make install`: half the time). PAGED_ATTN_TORCH names the folder
-of the torch whose headers are used; by default that of this Python (`tools/build_backend` finds it
-in the environment that pip installs into). Only libtorch's stable ABI is used: one library serves
-every supported torch and Python, and needs no header of Python.
+better ones are optimised little (half the time). `setup.py build_kernels` compiles the kernels,
+which need no torch, while torch is still fetched; build_ext then takes their objects.
+PAGED_ATTN_TORCH names the folder of the torch whose headers are used; by default that of this
+Python (`tools/build_backend` finds it in the environment that pip installs into). Only libtorch's
+stable ABI is used: one library serves every supported torch and Python, and needs no header of
+Python.
 """
 
 import os
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +75,17 @@ def level_of(isa: str, cpuinfo: str) -> list[str]:
     return [] if isa == run[-1] else ["-O1"] if isa in run else [PARSE]
 
 
+def levels_here() -> dict[str, list[str]]:
+    """By instruction set, what PAGED_ATTN_BUILD_FOR adds to its flags."""
+    is_for_here = IS_FOR_HERE and CPUINFO.exists()
+    return {x: level_of(x, CPUINFO.read_text()) if is_for_here else [] for x in ISA_FLAGS}
+
+
+def kernel_sources() -> list[Path]:
+    """What the objects of the instruction sets are made of, and by."""
+    return [Path("setup.py"), *Path("csrc").rglob("*.*")]
+
+
 def stop(missing: str) -> None:
     raise SystemExit(
         f"torch-paged-attn: cannot compile the CPU kernels: {missing}, or set"
@@ -116,20 +129,33 @@ class BuildKernels(build_ext):
         self.compiler.compile = self.compile_at_once
         super().build_extensions()
 
-    def build_extension(self, extension: Extension) -> None:
-        is_for_here = IS_FOR_HERE and CPUINFO.exists()
-        levels = {x: level_of(x, CPUINFO.read_text()) if is_for_here else [] for x in ISA_FLAGS}
+    def compile_isa(self, isa: str, level: list[str]) -> list[str]:
+        """The object of an ISA: the one that is there if it was made of the same by the same."""
+        flags = [*KERNEL_FLAGS, *ISA_FLAGS[isa], *level, *EXTRA_FLAGS]
+        made_by = repr([os.environ.get("CXX"), os.environ.get("CC"), *flags])
+        target = Path(self.build_temp, f"csrc/isa/{isa}.o")
+        told = target.with_suffix(".flags")
+        if told.exists() and told.read_text() == made_by:
+            if target.stat().st_mtime > max(path.stat().st_mtime for path in kernel_sources()):
+                return [str(target)]
+            told.unlink()
+        source = f"csrc/isa/{isa}.cpp"
+        objects = self.compile_plain([source], output_dir=self.build_temp, extra_postargs=flags)
+        if target.exists():
+            told.write_text(made_by)
+        return objects
 
-        def compile_isa(isa: str) -> list[str]:
-            return self.compile_plain(
-                [f"csrc/isa/{isa}.cpp"],
-                output_dir=self.build_temp,
-                extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *levels[isa], *EXTRA_FLAGS],
-            )
-
+    def compile_kernels(self, levels: dict[str, list[str]]) -> dict[str, Future]:
         # compilers are processes: a thread for each, those that take longest first
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            compiling = {isa: threads.submit(compile_isa, isa) for isa in reversed(ISA_FLAGS)}
+            return {
+                isa: threads.submit(self.compile_isa, isa, levels[isa])
+                for isa in reversed(ISA_FLAGS)
+            }
+
+    def build_extension(self, extension: Extension) -> None:
+        levels = levels_here()
+        compiling = self.compile_kernels(levels)
         without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
         if "avx512bf16" in without:  # whose table amx.cpp needs
             without.setdefault("amx", without["avx512bf16"])
@@ -150,10 +176,34 @@ class BuildKernels(build_ext):
         super().build_extension(extension)
 
     def compile_at_once(self, sources: list[str], **options) -> list[str]:
-        """As many files at once as there are cores; setuptools compiles one by one."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = threads.map(lambda path: self.compile_plain([path], **options), sources)
+        """Two objects of all files, at once: most of what one takes are torch's headers."""
+        halves = []
+        for i in range(2):
+            half = Path(self.build_temp, f"ops_{i}.cpp")
+            half.parent.mkdir(parents=True, exist_ok=True)
+            half.write_text("".join(f'#include "{path}"\n' for path in sources[i::2]))
+            halves.append(str(half))
+        options["include_dirs"] = [".", *(options.get("include_dirs") or [])]
+        with ThreadPoolExecutor() as threads:
+            objects = threads.map(lambda path: self.compile_plain([path], **options), halves)
         return [path for paths in objects for path in paths]
+
+
+class BuildObjects(BuildKernels):
+    """Compiles the objects that BuildKernels takes, and no more."""
+
+    description = "compile the CPU kernels, which need no torch"
+
+    def run(self) -> None:
+        check_compiler()
+        super().run()
+
+    def build_extension(self, extension: Extension) -> None:
+        for made in self.compile_kernels(levels_here()).values():
+            made.result()
+
+    def copy_extensions_to_source(self) -> None:
+        """There is none yet."""
 
 
 def extension() -> Extension:
@@ -199,7 +249,8 @@ def wheel_for_every_python() -> type:
 def options() -> dict:
     if WANTED == "0":
         return {}
-    commands = {"build_ext": BuildKernels, "bdist_wheel": wheel_for_every_python()}
+    commands = {"build_ext": BuildKernels, "build_kernels": BuildObjects}
+    commands["bdist_wheel"] = wheel_for_every_python()
     return {"ext_modules": [extension()], "cmdclass": commands}
 
 

@@ -14,6 +14,8 @@ mkdir -p .peer
 import sys, zipfile
 wheel, target = sys.argv[1:]
 with zipfile.ZipFile(wheel) as archive:
-    archive.extract("vllm/_C.abi3.so", target)
+    for name in ("_C", "_C_AVX2", "_C_AVX512"):  # the latter two have attention to latents
+        if f"vllm/{name}.abi3.so" in archive.namelist():
+            archive.extract(f"vllm/{name}.abi3.so", target)
 PY
 echo "vLLM's kernels are in .peer/vllm"

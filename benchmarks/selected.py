@@ -5,7 +5,10 @@
 
 Dense decode reads as many keys of the same cache, which lie one behind the other in their pages.
 *Gather* is `torch.index_select` of the selected rows and a sum, *gather + SDPA* attends to these
-rows. Contenders take turns (see measure.py); a case whose first token is not accurate is not timed.
+rows. Of latents, *vLLM dense* is vLLM's `mla_decode_kvcache` over as many keys (`get_peers.sh`);
+its kernels for selected latents, `flash_mla_with_kvcache_cpu` and `topk_transform_512_cpu`, are in
+its library for AVX-512 alone. Contenders take turns (see measure.py); a case whose first token is
+not accurate is not timed.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm_peer
 from measure import interleave, sampler
 from rich.console import Console
 from rich.table import Table
@@ -94,6 +98,10 @@ def contenders(problem: Problem, call: Call) -> Contenders:
         "gather": lambda: [x.sum() for x in gather()],
         "gather + SDPA": gather_and_attend,
     }
+    if k.shape[-1] == 576 and vllm_peer.missing_latents() is None:
+        runs["vLLM dense"] = vllm_peer.latent_decode(
+            q, BATCH, keys, args["softmax_scale"], k.shape[-1], v.shape[-1]
+        )
     return Contenders(runs, rows.numel() * row_bytes * len(stores))
 
 
@@ -128,7 +136,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each contender")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    table = Table("case", "selected, ms", "GB/s", "dense", "gather", "gather + SDPA", "of dense")
+    contestants = "selected", "dense", "gather", "gather + SDPA", "vLLM dense"
+    table = Table("case", "selected, ms", "GB/s", *contestants[1:], "of dense")
     for name in fnmatch.filter(CASES, options.cases):
         call = build(CASES[name])
         check(call)
@@ -137,7 +146,7 @@ def main() -> None:
         found = interleave(samplers, options.seconds, options.threads)
         seconds = {who: timing.seconds for who, timing in found.items()}
         rates = {who: racing.num_bytes / x / 1e9 for who, x in seconds.items()}
-        others = (f"{rates[who]:.2f}" for who in ("selected", "dense", "gather", "gather + SDPA"))
+        others = (f"{rates[who]:.2f}" if who in rates else "" for who in contestants)
         ratio = f"{seconds['dense'] / seconds['selected']:.2f}"
         busy = "~" if found["selected"].busy else ""
         table.add_row(name, f"{busy}{seconds['selected'] * 1e3:.2f}", *others, ratio)

@@ -7,6 +7,7 @@ addresses single tokens; its kernels read a cache of whole tokens.
 
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,6 +31,38 @@ def missing() -> str | None:
     except OSError as error:
         return f"does not load: {error}"
     return None
+
+
+@functools.cache
+def missing_latents() -> str | None:
+    """Load the library that has attention to latents for this machine. Why it cannot, or None."""
+    is_avx512 = torch.cpu._is_avx512_supported()
+    library = LIBRARY.with_name(f"_C_{'AVX512' if is_avx512 else 'AVX2'}.abi3.so")
+    if not library.exists():
+        return "not here: benchmarks/get_peers.sh brings it"
+    torch.ops.load_library(str(library))
+    return None
+
+
+def latent_decode(
+    q: Tensor, batch: int, keys: int, scale: float, width: int, width_v: int
+) -> Callable[[], Tensor]:
+    """`mla_decode_kvcache` of one query a sequence over `keys` latents of its own."""
+    page = 16
+    cache = torch.randn(batch * keys // page, page, width).to(q.dtype)
+    table = torch.randperm(len(cache)).int().view(batch, -1)
+    lengths = torch.full((batch,), keys, dtype=torch.int32)
+    out = q.new_empty(*q.shape[:2], width_v)
+
+    def run() -> Tensor:
+        torch.ops._C.mla_decode_kvcache(out, q, cache, scale, table, lengths)
+        return out
+
+    run()
+    rows = cache[table[0].long()].flatten(0, 1).float()
+    want = torch.softmax(q[0].float() @ rows.mT * scale, -1) @ rows[:, :width_v]
+    assert (out[0].float() - want).norm() < 0.01 * want.norm()
+    return run
 
 
 def token_slots(call: Call, page_size: int) -> list[Tensor]:

@@ -15,8 +15,8 @@ COMMON = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("ci", derandomize=True, max_examples=40, **COMMON)
-settings.register_profile("brief", derandomize=True, max_examples=25, **COMMON)
+settings.register_profile("ci", derandomize=True, max_examples=25, **COMMON)
+settings.register_profile("brief", derandomize=True, max_examples=12, **COMMON)
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("thorough", max_examples=EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -101,6 +101,9 @@ PAGES = {
                 *("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"),
             ),
             "torch_paged_attn.integrations.fla": ("native_sparse_attention",),
+            "torch_paged_attn.integrations.minimax_m3": (
+                *("minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode"),
+            ),
         },
     ),
     "distributed": Page(

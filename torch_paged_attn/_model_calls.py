@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_paged_attn import _warmup
-from torch_paged_attn._model_config import Layer
+from torch_paged_attn._model_config import KeyLists, Layer
 from torch_paged_attn._serving import Serving
 from torch_paged_attn.ops import flash_varlen, select_keys, selected_attention
-from torch_paged_attn.ops.append_and_attend import MOST_TOKENS, append_and_attend
+from torch_paged_attn.ops.append_and_attend import append_and_attend
 
 USES = "serving", "generate", "training"
 # queries of a sequence, beside one: draft tokens, and prompts
@@ -180,6 +180,31 @@ def selected_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
     return calls
 
 
+def selected_calls_of(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    max_batch: int,
+    max_tokens: int,
+    num_units: int,
+    select_size: int,
+) -> Described:
+    """`selected_calls` of the arguments of `warmup`."""
+    layer = Layer(
+        *(num_heads, num_kv_heads, head_dim, head_dim_v),
+        options.get("softmax_scale") or head_dim**-0.5,
+        is_latent=num_kv_heads == 1 and head_dim_v < head_dim,
+        lists=KeyLists(num_units, select_size),
+    )
+    sizes = Sizes(dtype, kv_dtype, page_size, max_batch, max_tokens, _warmup.CONTEXTS[-1])
+    return f"selected {layer} {sizes}", functools.partial(selected_calls, layer, sizes)
+
+
 def generate_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:
     """What `warmup` does not call: keys in dense caches, as those of Transformers' `generate`, and
     flash-attn's functions.
@@ -201,7 +226,7 @@ def generate_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
         rows = q.view(batch, queries, *q.shape[1:])
         fresh = new(batch, queries, *shape)
         calls.append(functools.partial(attend, q, packed, packed, *lengths, k_start=used))
-        if batch * queries <= MOST_TOKENS and not layer.has_slopes:
+        if not layer.has_slopes:
             given = rows, *pages, fresh, fresh, used
             table = new.table(batch, keys)
             calls.append(functools.partial(append_and_attend, *given, table, **paged))

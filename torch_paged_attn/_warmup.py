@@ -63,15 +63,18 @@ def warmup(
     max_batch: int = 256,
     max_tokens: int = 8192,
     layout: BlockSparseLayout | None = None,
+    num_units: int | None = None,
+    select_size: int = 1,
     num_processes: int | None = None,
     **options: Any,
 ) -> None:
     """Compile the GPU kernels that a model needs, before it runs.
 
-    These are the kernels of `flash_varlen`, `reshape_and_cache`, `merge_states` and, if a layout is
-    given, `blocksparse`, for decode, prefill and mixed batches of up to `max_batch` sequences and
-    `max_tokens` queries in all. Compiled kernels do not depend on lengths and strides: calls of
-    other sizes use the same ones. On a CPU there is nothing to compile.
+    These are the kernels of `flash_varlen`, `reshape_and_cache`, `merge_states`, if a layout is
+    given `blocksparse`, and with num_units `selected_attention`, for decode, prefill and mixed
+    batches of up to `max_batch` sequences and `max_tokens` queries in all. Compiled kernels do not
+    depend on lengths and strides: calls of other sizes use the same ones. On a CPU there is nothing
+    to compile.
 
     Most of it is done by processes without a GPU, which fill Triton's cache on the disk. A thread
     may call it while others serve (`threading.Thread(target=warmup, ...)`): it launches on a stream
@@ -86,6 +89,10 @@ def warmup(
             head_dim)`, passed transposed; None: keys are packed.
         layout: an example of the layouts that `blocksparse` will get, with the same block sizes and
             number of heads, and with a batch if those have one. Its rows and columns do not matter.
+        num_units: entries of the lists of `selected_attention` over pages, one for each KV head;
+            None: it is not called. With one KV head and head_dim_v below head_dim, values are the
+            first columns of keys.
+        select_size: keys of a unit of these lists.
         num_processes: that compile, each a share of the kernels; one for each core of the host, up
             to MOST_PROCESSES, when omitted. With 1 no process is started.
         options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
@@ -93,9 +100,12 @@ def warmup(
 
     Raises:
         ValueError: the device is neither a GPU of this machine nor a CPU. (A TPU, for example,
-            compiles for each shape, which cannot be done in advance.)
+            compiles for each shape, which cannot be done in advance.) Or num_units is given without
+            page_size.
     """
     device = torch.device(device)
+    if num_units is not None and page_size is None:
+        fail("warmup", "page_size", "None", "the cache's, with num_units")
     if device.type == "cpu":
         return
     if device.type != "cuda":
@@ -113,6 +123,13 @@ def warmup(
         dtype, dtype if kv_dtype is None else kv_dtype, page_size, max_batch, max_tokens, layout,
         options,
     )  # fmt: skip
+    if num_units is not None and page_size is not None:
+        from torch_paged_attn._model_calls import selected_calls_of
+
+        plain = num_heads, num_kv_heads, head_dim, head_dim_v or head_dim, options
+        sizes = page_size, max_batch, max_tokens, num_units, select_size
+        of_lists = selected_calls_of(*plain, dtype, kv_dtype or dtype, *sizes)
+        described, make_calls = in_turn((described, make_calls), of_lists)
     if num_processes > 1:
         backend, _ = serving_device(device)
         compiler = None if backend is None else backend.compiler()
@@ -129,6 +146,19 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def in_turn(*warmups: tuple[str, Callable[[torch.device], Any]]) -> tuple[str, Callable]:
+    """Several warm-ups as one: their descriptions, and a function that makes their calls."""
+    texts, makers = zip(*warmups, strict=True)
+    return "; ".join(texts), functools.partial(_make_in_turn, makers)
+
+
+def _make_in_turn(makers: tuple[Callable[[torch.device], Any], ...], device: torch.device) -> None:
+    with torch.inference_mode():
+        for make in makers:
+            for call in make(device) or ():  # one makes its calls, or returns them
+                call()
 
 
 def calls_of(*arguments: Any) -> tuple[str, Callable[[torch.device], None]]:

@@ -3,6 +3,8 @@
     python benchmarks/gpu/fit_ways.py                fit, say how well choices do, write nothing
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
     python benchmarks/gpu/fit_ways.py --add FILE     add rows that forms_sweep.py has measured
+    python benchmarks/gpu/fit_ways.py --tune KIND    fit nothing: change the table's costs of a kind
+                                                     a little, so that choices get better
 
 No GPU is needed: the measurements are in `tests/triton/data`. Each row is a serving step
 with the microseconds of each way and of FA3. Choices are judged on rows that were left out of the
@@ -10,6 +12,7 @@ fit, a fifth at a time, and know what the operator knows: sizes, and a rounded b
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -27,42 +30,36 @@ from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
-from measured import Row, guess_of, kind_of, rows_of, shape_of, write
+from measured import Row, guess_of, rows_of, shape_of, write
 
 # bytes of memory that a GPU reads in a microsecond
 BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
+# how much a row counts: estimates are those of the first
+CHIP_WEIGHT = {"NVIDIA H200": 1.0, "NVIDIA H100 80GB HBM3": 0.6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
-    "few/d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2",
-                   "portable 64/4/5/2 all", "cut divided", "dealt low", "numbered low",
-                   "numbered divided"],
+    "few/d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2", "cut divided",
+                   "numbered low", "numbered divided"],
     "few/d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                    "portable 128/8/5/1", "portable 256/8/1/1", "portable 128/4/3/2 all",
-                    "dealt low", "numbered low", "numbered divided"],
-    "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "portable 64/4/3/2 all", "cut low",
-                    "numbered low"],
+                    "portable 128/8/5/1", "portable 128/4/3/2 all", "dealt low", "numbered low"],
+    "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "cut low", "numbered low"],
     "few/d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "cut low",
                    "numbered low"],
     "few/d128/b1": ["portable 64/1/5/4", "portable 64/4/5/2", "portable 128/4/3/2",
-                    "portable 256/8/1/1", "portable 64/4/5/2 all", "portable 128/4/3/2 all",
-                    "cut low", "dealt low large", "numbered low"],
+                    "portable 256/8/1/1", "portable 64/4/5/2 all", "cut low", "dealt low large",
+                    "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
-    "many/d64/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
-                    "numbered small", "numbered tall", "listed tall", "listed three",
-                    "cut divided", "cut tall"],
+    "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
+                    "numbered tall", "listed tall", "listed three", "cut divided", "cut tall"],
     "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
-                     "numbered small", "numbered tall", "numbered three", "listed tall",
-                     "cut low", "cut divided", "cut tall"],
+                     "numbered small", "numbered tall", "listed tall", "cut divided"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
     "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
     "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut low large", "cut tall"],
+                     "cut low large"],
     "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
-
-# a kind that was not measured -> one whose costs it has, and the factor on a tile's
-UNMEASURED = {"many/d64/b1": ("many/d128/b1", 0.6), "many/d256/b1": ("many/d128/b1", 2.0)}
 
 # what costs are before anything is measured, and by what factor they may differ (its logarithm)
 NONE = 1e-4
@@ -74,6 +71,12 @@ PRIOR = {
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
 PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
+# by how much more a tile of keys may take than is assumed at first
+STEEP = 4.0
+# what `tune` changes; differences of logarithms of estimates that are no certain choice; what a
+# change of a logarithm costs
+TUNED = ("start", "per_doubling", "unit", "load", "tall", "memory", "first_part", "part", "tile")
+SOFT, STAY = 0.035, 0.004
 # rows that are left out at a time, of all; the quantile of errors that is called spread
 PARTS, SPREAD = 5, 0.85
 
@@ -82,9 +85,13 @@ class Case(NamedTuple):
     """A row as the estimate knows it."""
 
     row: Row
-    kind: str
     shape: Shape  # as the operator knows it
+    sizes: Shape  # the same with its sizes as they are
     guess: tuple[Lengths, ...]  # the lengths that it really has
+
+    @property
+    def kind(self) -> str:
+        return self.shape.kind
 
     @property
     def figures(self) -> dict[str, float]:
@@ -96,7 +103,7 @@ def cases_of(rows: list[Row]) -> list[Case]:
     # ways that are in no table yet, too
     ways.ways().update((kind, dict.fromkeys(names)) for kind, names in WAYS.items())  # type: ignore[arg-type]
     with assume(Target.of_arch("sm90", ways.MULTIPROCESSORS)):
-        return [Case(row, kind_of(row), shape_of(row), guess_of(row)) for row in rows]
+        return [Case(row, shape_of(row), shape_of(row, True), guess_of(row)) for row in rows]
 
 
 def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Costs:
@@ -107,10 +114,11 @@ def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Co
     start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])
     free = np.array(prior[:-1]) > NONE
     known = [
-        (x.shape._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
+        (x.sizes._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
         for x in cases
     ]
     measured = np.log([x.row["figures"][way] for x in cases])
+    weights = np.array([CHIP_WEIGHT[x.row["chip"]] for x in cases])
 
     def full(logs: np.ndarray) -> np.ndarray:
         found = start.copy()
@@ -125,10 +133,13 @@ def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Co
     def residuals(logs: np.ndarray) -> np.ndarray:
         off = errors(logs) / OUTLIER
         # an outlier counts by its size, not by its square
-        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER
+        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER * weights
         return np.concatenate([robust, weight * (logs - start[free]) / width[free]])
 
-    found = least_squares(residuals, start[free]).x
+    # where memory takes longer, nothing says how long products take: begin from above, too
+    slower = np.log(prior._replace(unit=STEEP * prior.unit)[:-1])[free]
+    fits = [least_squares(residuals, x) for x in (start[free], slower)]
+    found = min(fits, key=lambda x: x.cost).x
     spread = float(np.quantile(np.abs(errors(found)), SPREAD)) if cases else 0.0
     costs = np.where(free, np.exp(full(found)), 0.0)
     return Costs(*(round(float(x), 4) for x in costs), round(spread, 3))
@@ -143,17 +154,14 @@ def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
             like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
             if measured := [x for x in of_kind if way in x.figures]:
                 found[kind][way] = fit(kind, way, measured, like)
-    for kind, (other, factor) in UNMEASURED.items():
-        for way in WAYS[kind]:
-            costs = found[other][way]
-            found[kind].setdefault(way, costs._replace(unit=round(costs.unit * factor, 4)))
     return found
 
 
 def choose(table: dict[str, dict[str, Costs]], case: Case) -> str:
-    costs = table[case.kind]
-    known = [way for way in case.figures if way in costs]
-    return min(known, key=lambda way: ways.score(way, costs[way], case.shape))
+    """The way that a table chooses, of those of which it has costs."""
+    known = tuple(x for x in case.shape.tiles if x[0] in table[case.kind])
+    scores = ways.scores(case.shape._replace(tiles=known), table)
+    return min(scores, key=scores.__getitem__)
 
 
 def judged(cases: list[Case]) -> list[tuple[Case, str]]:
@@ -167,6 +175,44 @@ def judged(cases: list[Case]) -> list[tuple[Case, str]]:
             if len(cases[i].figures) > 2:
                 found.append((cases[i], choose(table, cases[i])))
     return found
+
+
+def tune(cases: list[Case], costs: dict[str, Costs]) -> dict[str, Costs]:
+    """Costs near the given ones by which choices of the cases, all of one kind, are better: each
+    way is fitted by itself, and two ways that are off in different directions are confused."""
+    cases = [x for x in cases if len(x.figures) > 1]
+    names, found = [*costs], dict(costs)
+    figures = np.array([[x.figures.get(way, math.nan) for way in names] for x in cases])
+    lost = np.nan_to_num(np.log(figures / np.nanmin(figures, 1, keepdims=True)))
+    scores = np.full(lost.shape, np.inf)
+
+    def scores_of(at: int, of_way: Costs) -> np.ndarray:
+        table = {cases[0].kind: {names[at]: of_way}}
+        return np.array([
+            ways.scores(x.shape._replace(tiles=tiles), table)[names[at]] if tiles else np.inf
+            for x in cases
+            for tiles in [tuple(tile for tile in x.shape.tiles if tile[0] == names[at])]
+        ])  # fmt: skip
+
+    def loss(scores: np.ndarray) -> float:
+        chances = np.exp(-(scores - scores.min(1, keepdims=True)) / SOFT)
+        return float(((chances * lost).sum(1) / chances.sum(1)).mean())
+
+    for at, way in enumerate(names):
+        scores[:, at] = scores_of(at, found[way])
+    least, moved, step = loss(scores), dict.fromkeys(itertools.product(names, TUNED), 0.0), 0.16
+    while step > 0.03:
+        before = least
+        for (way, name), sign in itertools.product(moved, (1, -1)):
+            by, at = moved[way, name] + sign * step, names.index(way)
+            tried = found[way]._replace(**{name: getattr(costs[way], name) * math.exp(by)})
+            column = scores_of(at, tried)
+            changed = np.concatenate([scores[:, :at], column[:, None], scores[:, at + 1 :]], 1)
+            paid = STAY * (by**2 - moved[way, name] ** 2)
+            if (reached := loss(changed)) + paid < least - 2e-5:
+                least, scores, found[way], moved[way, name] = reached, changed, tried, by
+        step /= 1 if least < before else 2
+    return {way: Costs(*(round(x, 4) for x in of)) for way, of in found.items()}
 
 
 def report(found: list[tuple[Case, str]]) -> Table:
@@ -223,6 +269,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--tune", nargs="*", default=[], metavar="KIND", help="such as few/d128/b1")
     parser.add_argument("--write", action="store_true", help="write the table of costs")
     options = parser.parse_args()
     rows = rows_of() + [row for path in options.add for row in rows_of_sweep(path)]
@@ -230,8 +277,15 @@ def main() -> None:
         write(rows)
     cases = cases_of(rows)
     console = Console()
-    console.print(report(judged(cases)))
-    table = fit_all(cases)
+    if options.tune:
+        costs = json.loads(ways.TABLE.read_text())["costs"]
+        table = {kind: {x: Costs(*y) for x, y in of.items()} for kind, of in costs.items()}
+        for kind in options.tune:
+            table[kind] = tune([x for x in cases if x.kind == kind], table[kind])
+        console.print(report([(x, choose(table, x)) for x in cases if len(x.figures) > 2]))
+    else:
+        console.print(report(judged(cases)))
+        table = fit_all(cases)
     chosen: dict[str, int] = {}
     for case in cases:
         if case.figures:

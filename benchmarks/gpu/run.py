@@ -34,13 +34,16 @@ import host
 import latent
 import portable
 import selected
+import selected_families
+import selected_gradients
 import torch
 import train_step
 import triton
 
 MODULES = (
     *(attention, float8, latent, backward, train_step),
-    *(portable, blocksparse, selected, cache_write, host, first_call),
+    *(portable, blocksparse, selected, selected_families, selected_gradients),
+    *(cache_write, host, first_call),
 )
 PARTS = {part.__name__: part for part in MODULES}
 
@@ -52,7 +55,11 @@ def load(file: Path) -> ModuleType:
 
 
 def find_peers(
-    fa3: Path | None, fa4: Path | None, flash_mla: Path | None, vllm: Path | None
+    fa3: Path | None,
+    fa4: Path | None,
+    flash_mla: Path | None,
+    vllm: Path | None,
+    attention_gym: Path | None,
 ) -> dict[str, Any]:
     """The peers that torch does not bring along."""
     peers: dict[str, Any] = {}
@@ -67,6 +74,10 @@ def find_peers(
         peers["FlashMLA"] = torch.ops._flashmla_C
     if vllm:
         peers["vLLM"] = load(vllm)
+    if attention_gym:
+        sys.path.append(str(attention_gym))
+        gym = importlib.import_module("attn_gym.sparse.selected_attention")
+        peers["attention-gym"] = gym.selected_attention
     return peers
 
 
@@ -121,6 +132,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--flash-mla", type=Path, metavar="SO", help="FlashMLA's library")
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="vLLM's block-sparse kernel")
+    parser.add_argument(
+        "--attention-gym", type=Path, metavar="DIR", help="the folder that attn_gym is in"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
     parser.add_argument("--commit", default=git_commit(), help="where git does not say it")
     return parser.parse_args()
@@ -128,7 +142,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    peers = find_peers(options.fa3, options.fa4, options.flash_mla, options.vllm)
+    peers = find_peers(
+        options.fa3, options.fa4, options.flash_mla, options.vllm, options.attention_gym
+    )
     parts: dict[str, list[dict[str, Any]]] = {}
     machine, ceilings = describe_machine(options.commit), attention.ceilings()
     document = {"machine": machine, "ceilings": ceilings, "parts": parts}

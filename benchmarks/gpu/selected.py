@@ -17,6 +17,7 @@ from attention import DEVICE, check, relative_error, take_turns
 
 import torch_paged_attn
 from torch_paged_attn.backends.triton import selected_attention as op
+from torch_paged_attn.backends.triton.runtime import launch_cache
 
 BF16 = torch.bfloat16
 INT32 = functools.partial(torch.tensor, dtype=torch.int32, device=DEVICE)
@@ -32,10 +33,12 @@ def portable_kernel() -> Iterator[None]:
     def refused(call: Any) -> str:
         return "the portable kernel is asked for"
 
+    launch_cache.clear()  # a call that was planned would keep its kernel
     with contextlib.ExitStack() as stack:
         for module in (op.hopper, op.selected_units):
             stack.enter_context(mock.patch.object(module, "unsupported", refused))
         yield
+    launch_cache.clear()
 
 
 def portably(run: Callable) -> Callable:
@@ -73,7 +76,7 @@ class Tokens:
     context: int
     head_dim: int = 576
 
-    def measure(self, flash_mla: Any) -> dict[str, Any]:
+    def measure(self, peers: dict[str, Any]) -> dict[str, Any]:
         n, dim = self.num_tokens, self.head_dim
         kv = torch.randn(self.context, 1, dim, device=DEVICE, dtype=BF16)
         q = torch.randn(n, self.num_heads, dim, device=DEVICE, dtype=BF16)
@@ -90,7 +93,7 @@ class Tokens:
             )
 
         calls = {"ours": ours, "portable": portably(ours)}
-        if flash_mla and dim == 576:
+        if (flash_mla := peers.get("FlashMLA")) and dim == 576:
             missing = -self.num_heads % 64
             padded = torch.cat([q, q.new_zeros(n, missing, dim)], 1)
             calls["FlashMLA"] = lambda: flash_mla.sparse_prefill_fwd(
@@ -118,7 +121,9 @@ def near_lists(scores: torch.Tensor, own: torch.Tensor, top: int) -> torch.Tenso
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Pages of 128 keys, as M3 selects them: 16 a KV head; 64 query and 4 KV heads of 128."""
+    """Units of `unit` keys in pages, `top` a KV head; by default as M3 selects them: 16 pages of
+    128 keys, 64 query and 4 KV heads of 128.
+    """
 
     name: str
     batch: int
@@ -128,19 +133,23 @@ class Blocks:
     num_heads: int = 64
     num_kv_heads: int = 4
     top: int = 16
+    unit: int = UNIT
+    page_size: int = UNIT
+    head_dim: int = 128
 
-    def measure(self, flash_mla: Any) -> dict[str, Any]:
-        n, pages = self.batch * self.tokens_each, self.context // UNIT
-        shape = self.batch * pages, self.num_kv_heads, UNIT, 128
+    def measure(self, peers: dict[str, Any]) -> dict[str, Any]:
+        n, pages = self.batch * self.tokens_each, self.context // self.page_size
+        shape = self.batch * pages, self.num_kv_heads, self.page_size, self.head_dim
         k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(2))
-        q = torch.randn(n, self.num_heads, 128, device=DEVICE, dtype=BF16)
+        q = torch.randn(n, self.num_heads, self.head_dim, device=DEVICE, dtype=BF16)
         t = torch.arange(n, device=DEVICE)
         position = self.context - self.tokens_each + t % self.tokens_each
+        units = self.context // self.unit
         if self.near:
-            scores = torch.randn(n // 64 + 2, self.num_kv_heads, pages, device=DEVICE)
-            lists = near_lists(scores, position // UNIT, self.top)
+            scores = torch.randn(n // 64 + 2, self.num_kv_heads, units, device=DEVICE)
+            lists = near_lists(scores, position // self.unit, self.top)
         else:
-            scores = torch.rand(n, self.num_kv_heads, pages, device=DEVICE)
+            scores = torch.rand(n, self.num_kv_heads, units, device=DEVICE)
             lists = scores.topk(self.top, -1).indices.int()
         table = INT32(range(self.batch * pages)).view(self.batch, pages)
         cu = INT32(range(0, n + 1, self.tokens_each))
@@ -149,21 +158,20 @@ class Blocks:
         def ours() -> tuple[torch.Tensor, torch.Tensor]:
             return torch_paged_attn.selected_attention(
                 *(q, k, v, lists, cu, None, self.tokens_each, self.context, used, table),
-                select_size=UNIT,
+                select_size=self.unit,
                 causal=self.near,
             )
 
         def formula(t: int) -> torch.Tensor:
-            results = []
-            for head, rows in enumerate(q[t].view(self.num_kv_heads, -1, 128)):
-                units = lists[t, head].long()
-                at = table[t // self.tokens_each].long()[units]
-                keys, values = (x[at, head].flatten(0, 1) for x in (k, v))
+            results, width = [], self.head_dim
+            pages_of = table[t // self.tokens_each].long()
+            for head, rows in enumerate(q[t].view(self.num_kv_heads, -1, width)):
+                places = lists[t, head].long()[:, None] * self.unit
+                places = (places + torch.arange(self.unit, device=DEVICE)).flatten()
                 if self.near:
-                    places = units[:, None] * UNIT + torch.arange(UNIT, device=DEVICE)
-                    is_seen = (places <= position[t]).flatten()
-                    keys, values = keys[is_seen], values[is_seen]
-                results.append(attended(rows, keys, values, 128**-0.5))
+                    places = places[places <= position[t]]
+                at = pages_of[places // self.page_size], head, places % self.page_size
+                results.append(attended(rows, k[at], v[at], width**-0.5))
             return torch.cat(results)
 
         tokens = rows_of(n)
@@ -181,7 +189,7 @@ class Selection:
     context: int
     top: int = 2048
 
-    def measure(self, flash_mla: Any) -> dict[str, Any]:
+    def measure(self, peers: dict[str, Any]) -> dict[str, Any]:
         n = self.num_tokens
         q = torch.randn(n, 64, 128, device=DEVICE, dtype=BF16)
         k = torch.randn(self.context, 1, 128, device=DEVICE, dtype=BF16)
@@ -238,12 +246,9 @@ CASES = (
 
 
 def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {
-        case.name: functools.partial(_without_gradients, case, peers.get("FlashMLA"))
-        for case in CASES
-    }
+    return {case.name: functools.partial(without_gradients, case, peers) for case in CASES}
 
 
-def _without_gradients(case: Any, flash_mla: Any) -> dict[str, Any]:
+def without_gradients(case: Any, peers: dict[str, Any]) -> dict[str, Any]:
     with torch.inference_mode():
-        return case.measure(flash_mla)
+        return case.measure(peers)

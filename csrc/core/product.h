@@ -10,15 +10,17 @@ namespace {
 // What products with float32 sums have in common.
 struct FloatSums {
   static constexpr bool FIXED = false;  // true only in product_int16.h
+  static constexpr int PACKED = 1;      // numbers of a key in an element of a cache
   // whether numbers of type T become operands by way of floats, by `pair_up` and `pair_of_bytes`
   template <class T>
   static constexpr bool by_floats = false;
   typedef F Sum;
   // the float32 sums of a row's products
   static PAGED_ATTN_INLINE F dots(F sum, const float*) { return sum; }
-  // sums begin with `begin(acc)`; `add_up` is `acc` with them added
-  static PAGED_ATTN_INLINE F begin(F acc) { return acc; }
-  static PAGED_ATTN_INLINE F add_up(F sum, F, float) { return sum; }
+  // sums as they are kept in memory, and back; and these as floats
+  static PAGED_ATTN_INLINE F to_memory(F sum) { return sum; }
+  static PAGED_ATTN_INLINE F from_memory(F kept) { return kept; }
+  static PAGED_ATTN_INLINE F as_floats(F kept) { return kept; }
 };
 
 template <class A, class B>
@@ -38,10 +40,11 @@ constexpr bool is_product() {
   static_assert(Product::PANEL % W == 0, "a panel is whole vectors");
   static_assert(Product::ROWS > 0, "a tile has rows");
   static_assert(SAME<decltype(Product::multiply_add(F{}, F{}, Sum{})), Sum> &&
-                    SAME<decltype(Product::begin(F{})), Sum> &&
+                    SAME<decltype(Product::from_memory(F{})), Sum> &&
                     SAME<decltype(Product::dots(Sum{}, nullptr)), F> &&
-                    SAME<decltype(Product::add_up(Sum{}, F{}, 1.f)), F>,
-                "sums begin with floats and end as floats");
+                    SAME<decltype(Product::to_memory(Sum{})), F> &&
+                    SAME<decltype(Product::as_floats(F{})), F>,
+                "sums are kept as vectors of floats, and end as floats");
   return true;
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "product.h"
+#include "unpack.h"
 
 #define PAGED_ATTN_FIXED_PRODUCT
 
@@ -17,6 +18,7 @@ namespace {
 // What both instruction sets do.
 struct FixedPoint {
   static constexpr bool FIXED = true;
+  static constexpr int PACKED = 1;
   template <class T>
   static constexpr bool by_floats = false;
   static constexpr int DEPTH = 2;
@@ -32,10 +34,9 @@ struct FixedPoint {
   static PAGED_ATTN_INLINE F dots(I sum, const float* lane_scales) {
     return to_float(sum) * load(lane_scales);
   }
-  static PAGED_ATTN_INLINE I begin(F) { return I{}; }
-  static PAGED_ATTN_INLINE F add_up(I sum, F acc, float weight) {
-    return fma(to_float(sum), set1(weight), acc);
-  }
+  static PAGED_ATTN_INLINE F to_memory(I sum) { return (F)sum; }
+  static PAGED_ATTN_INLINE I from_memory(F kept) { return (I)kept; }
+  static PAGED_ATTN_INLINE F as_floats(F kept) { return to_float((I)kept); }
 
   // Turns a row of operands of bfloat16 pairs into one of integers, in place, and writes the scales
   // of its lanes. `low`: what that rounding took away, as integers with scales 2^15 times as small.
@@ -197,5 +198,83 @@ struct FixedProduct : FixedPoint {
 
 template <>
 constexpr bool FixedProduct::accepts<int8_t> = true;
+
+// The same for int4, whose bytes become operands without being int8 in memory first. An operand has
+// even numbers alone or odd ones, so queries are dealt out to operands, and sums of values are
+// gathered from them.
+struct NibbleProduct : FixedProduct {
+  static constexpr int PACKED = 2;
+
+  template <class T>
+  static constexpr bool accepts = false;
+
+  // the even numbers of 4 W neighbours in a row, then the odd ones
+  static PAGED_ATTN_INLINE void load_both(const int4x2* p, F* x) {
+#if PAGED_ATTN_LANES == 16
+    split(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)), x);
+#else
+    split(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), x);
+#endif
+  }
+  static PAGED_ATTN_INLINE void load_both(const int4x2* p, int n, F* x) {
+    int4x2 some[2 * W] = {};
+    memcpy(some, p, n / 2);
+    load_both(some, x);
+  }
+  // pairs of numbers of two rows: of the even ones of 2 W neighbours, then of the odd ones
+  static PAGED_ATTN_INLINE void load_down(const int4x2* a, const int4x2* b, F* x) {
+#if PAGED_ATTN_LANES == 16
+    const __m128i above = _mm_loadu_si128((const __m128i*)a);
+    const __m128i below = _mm_loadu_si128((const __m128i*)b);
+    const __m128i low = _mm_unpacklo_epi8(above, below), high = _mm_unpackhi_epi8(above, below);
+    split(_mm512_cvtepi8_epi16(_mm256_set_m128i(high, low)), x);
+#else
+    const __m128i above = _mm_loadl_epi64((const __m128i*)a);
+    const __m128i below = _mm_loadl_epi64((const __m128i*)b);
+    split(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(above, below)), x);
+#endif
+  }
+  static PAGED_ATTN_INLINE void load_down(const int4x2* a, const int4x2* b, int n, F* x) {
+    int4x2 above[W] = {}, below[W] = {};
+    memcpy(above, a, n / 2);
+    memcpy(below, b, n / 2);
+    load_down(above, below, x);
+  }
+  // a row's operands of neighbours become those that `load_both` has
+  static inline void deal_out(float* row, int64_t operands) {
+    for (int64_t d = 0; d < operands; d += 2 * W) {
+      uint16_t from[4 * W], to[4 * W];
+      memcpy(from, row + d, sizeof from);
+      for (int i = 0; i < 2 * W; ++i) to[i] = from[2 * i], to[2 * W + i] = from[2 * i + 1];
+      memcpy(row + d, to, sizeof to);
+    }
+  }
+  // a row's sums become those of neighbours
+  static inline void gather(float* row, int64_t numbers) {
+    for (int64_t d = 0; d < numbers; d += 2 * W) {
+      float to[2 * W];
+      for (int i = 0; i < W; ++i) to[2 * i] = row[d + i], to[2 * i + 1] = row[d + W + i];
+      memcpy(row + d, to, sizeof to);
+    }
+  }
+
+ private:
+#if PAGED_ATTN_LANES == 16
+  static PAGED_ATTN_INLINE void split(__m512i bytes, F* x) {
+    x[0] = (F)_mm512_srai_epi16(_mm512_slli_epi16(bytes, 12), 12);
+    x[1] = (F)_mm512_srai_epi16(bytes, 4);
+    asm("" : "+v"(x[0]), "+v"(x[1]));  // or GCC computes them anew for every product
+  }
+#else
+  static PAGED_ATTN_INLINE void split(__m256i bytes, F* x) {
+    x[0] = (F)_mm256_srai_epi16(_mm256_slli_epi16(bytes, 12), 12);
+    x[1] = (F)_mm256_srai_epi16(bytes, 4);
+    asm("" : "+x"(x[0]), "+x"(x[1]));  // or GCC computes them anew for every product
+  }
+#endif
+};
+
+template <>
+constexpr bool NibbleProduct::accepts<int4x2> = true;
 
 }  // namespace

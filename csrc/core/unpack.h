@@ -5,6 +5,10 @@
 
 namespace {
 
+struct int4x2 {
+  uint8_t bits;
+};
+
 // `numbers` is even.
 PAGED_ATTN_INLINE void unpack_row(const uint8_t* from, int64_t numbers, int8_t* to) {
   int64_t i = 0;

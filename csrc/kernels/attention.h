@@ -36,16 +36,17 @@ PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
 
 // A group whose queries do not fit fixed point is done in floating point, each group alone: no
 // result may depend on which groups share a task.
+template <class Product>
 void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_attn::Task task,
                                 float* workspace) {
-  if (decode<FixedProduct>(a, s, task, workspace)) return;
+  if (decode<Product>(a, s, task, workspace)) return;
   const int32_t end = task.group_end;
   const int64_t rows = rows_of(a, task);
   const bool alone = end - task.group_begin == 1;
   for (; task.group_begin < end; ++task.group_begin) {
     task.group_end = task.group_begin + 1;
-    if (alone || !decode<FixedProduct>(a, s, task, workspace))
-      decode<FixedProduct::Otherwise>(a, s, task, workspace);
+    if (alone || !decode<Product>(a, s, task, workspace))
+      decode<typename Product::Otherwise>(a, s, task, workspace);
     if (task.partial >= 0) task.partial += rows * partial_row_floats(a);
   }
 }
@@ -61,7 +62,12 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
     typedef decltype(product) Product;
     int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats : 0;
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
-    if (few_rows) few = max64(few, rows_workspace<FixedProduct>(a, few_rows, groups, nullptr).floats);
+    const auto need = [&](auto fixed) __attribute__((always_inline)) {
+      if (few_rows)
+        few = max64(few, rows_workspace<decltype(fixed)>(a, few_rows, groups, nullptr).floats);
+    };
+    need(FixedProduct());
+    need(NibbleProduct());
 #endif
     const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats : 0;
     return max64(few, tile);
@@ -71,7 +77,11 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const Sequence s = sequence_of(a, task);
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
-  if (task.few_rows && suits_fixed(a)) return attend_rows_in_fixed_point(a, s, task, workspace);
+  if (task.few_rows && suits_fixed(a)) {
+    if (a.kv_dtype == paged_attn::DType::int4)
+      return attend_rows_in_fixed_point<NibbleProduct>(a, s, task, workspace);
+    return attend_rows_in_fixed_point<FixedProduct>(a, s, task, workspace);
+  }
 #endif
   with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;

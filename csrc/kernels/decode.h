@@ -20,11 +20,12 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // only where sums have to be those of prefill.h: sums over a block, and transposed keys
+  // sums over a block, in fixed point or where sums have to be those of prefill.h; and there
+  // transposed keys
   float *sums, *turned;
-  // in fixed point, the scales of a row's probabilities in a block; where sums are over a block
-  // alone, the factor by which its earlier sums become relative to the new maximum
-  float* weight;
+  // where sums are over a block alone, the factors by which its sums, and the earlier ones, become
+  // relative to the new maximum
+  float *weight, *rescale;
   // in fixed point: the scales of a row's lanes, what rounding took away from queries as integers
   // and its scales; what its logits lose of what they may for keys of scale 1, and whether it is
   // multiplied, too, in a block
@@ -53,9 +54,10 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.loss = space.take(groups);
   w.is_corrected = space.take(groups);
   w.weight = space.take(groups * w.rows);
-  w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
+  w.rescale = space.take(groups * w.rows);
+  w.sums = space.take(Product::FIXED || a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
   w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
-  const bool is_packed = a.kv_dtype == paged_attn::DType::int4;
+  const bool is_packed = a.kv_dtype == paged_attn::DType::int4 && Product::PACKED == 1;
   w.unpacked = space.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
   w.floats = space.floats();
   return w;
@@ -68,7 +70,8 @@ PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   constexpr int64_t BYTES = 8192;  // of two chunks and everything else in 32 KiB
   int columns = ALIGN;
   if (a.k.stride_head >= a.k.stride_token) return columns;
-  const int64_t row = max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
+  const int64_t dims = max64(a.head_dim, a.head_dim_v);
+  const int64_t row = paged_attn::elements_of(a.kv_dtype, dims) * int64_t(sizeof(T));
   while (columns > fewest && columns * heads * row > BYTES) columns /= 2;
   return columns;
 }
@@ -107,6 +110,7 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   };
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool invariant = !Product::FIXED && a.batch_invariant;
+  const bool apart = Product::FIXED || invariant;
   const int step = chunk_columns<T>(a, groups, invariant ? W : DOTS / ROWS);
   // where a token's heads are contiguous, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
@@ -162,17 +166,17 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
                                   rescale, w.weight + i, scales.of_values);
       for (int r = 0; r < ROWS; ++r) {
-        if (invariant) w.weight[i + r] = rescale[r];
-        if (invariant || rescale[r] == 1) continue;
+        if (apart) w.rescale[i + r] = rescale[r];
+        if (apart || rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
         for (int64_t d = 0; d < w.stride_acc; d += W)
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
   };
-  float* to = invariant ? w.sums : w.acc;
+  float* to = apart ? w.sums : w.acc;
   const int64_t floats = groups * w.rows * w.stride_acc;
-  if (invariant) memset(w.sums, 0, floats * sizeof(float));
+  if (apart) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
@@ -180,16 +184,15 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         const int64_t* in_memory = block.v_offset + c;
         const T* v = cache.rows(a.v, head_of_group(g), in_memory, step, head_dim);
-        weigh_values<Product, T, ROWS>(v, cache.offsets(in_memory), step, cache.ahead, p,
-                                       w.weight + g * w.rows, w.rows, head_dim,
-                                       to + g * w.rows * w.stride_acc);
+        weigh_values<Product, T, ROWS>(v, cache.offsets(in_memory), step, cache.ahead, p, w.rows,
+                                       head_dim, to + g * w.rows * w.stride_acc);
       });
     }
   }
-  for (int64_t row = 0; invariant && row < groups * w.rows; ++row) {
-    const F weight = set1(w.weight[row]);
+  for (int64_t row = 0; apart && row < groups * w.rows; ++row) {
+    const F rescale = set1(w.rescale[row]), weight = set1(Product::FIXED ? w.weight[row] : 1.f);
     for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
-      store(w.acc + i, fma(load(w.acc + i), weight, load(w.sums + i)));
+      store(w.acc + i, fma(load(w.acc + i), rescale, Product::as_floats(load(w.sums + i)) * weight));
   }
 }
 
@@ -236,6 +239,9 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
     w.scale[g] = logit_scale(a, s, kv_head_of(a, task.group_begin + g));
     load_queries<typename Product::Queries>(a, s, task, task.group_begin + g,
                                             w.q + g * w.rows * w.stride_q, w.stride_q);
+    if constexpr (Product::PACKED == 2)
+      for (int64_t r = 0; r < rows; ++r)
+        Product::deal_out(w.q + (g * w.rows + r) * w.stride_q, w.stride_q);
   }
   if constexpr (Product::FIXED)
     if (!fix_queries<Product>(a, task, w)) return false;
@@ -251,6 +257,7 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
         default: return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
       }
     };
+    if constexpr (Product::PACKED == 2) return attend(TypeTag<RowsInPlace<int4x2>>());
     if constexpr (Product::template accepts<int8_t>)
       if (a.kv_dtype == paged_attn::DType::int4) return attend(TypeTag<UnpackedRows>());
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
@@ -261,6 +268,7 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
   for (int g = 0; g < groups; ++g)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = g * w.rows + r;
+      if constexpr (Product::PACKED == 2) Product::gather(w.acc + i * w.stride_acc, w.stride_acc);
       finish(a, s, task, task.group_begin + g, r, w.acc + i * w.stride_acc, w.m[i], w.l[i]);
     }
   return true;

@@ -17,7 +17,7 @@ constexpr int DOTS = W < 8 ? 8 : W;
 // A row's numbers in whole vectors of operands.
 template <class Product>
 PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
-  return round_up(head_dim, W * Product::DEPTH);
+  return round_up(head_dim, W * Product::DEPTH * Product::PACKED);
 }
 
 // scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a time, W of
@@ -28,9 +28,11 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
                                 const float* q, const float* lane_scales, int64_t rows,
                                 int64_t head_dim, float scale, float* scores) {
   constexpr int KEYS = DOTS / ROWS;
-  constexpr int STEP = W * Product::DEPTH;
+  constexpr int PACKED = Product::PACKED;
+  constexpr int STEP = W * Product::DEPTH * PACKED;
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
-  const int64_t row_bytes = head_dim * int64_t(sizeof(T));
+  const int64_t row_elements = head_dim / PACKED;
+  const int64_t row_bytes = row_elements * int64_t(sizeof(T));
   // one advance for all columns where they are contiguous, else one for each step of the loop
   const bool whole = !ADD && ahead.has(columns * row_bytes);
   const T* first_later = whole ? (const T*)ahead.advance(columns * row_bytes) : nullptr;
@@ -39,10 +41,32 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
     const T* later = nullptr;
     if (!ADD)
-      later = whole ? first_later + c * head_dim : (const T*)ahead.advance(KEYS * row_bytes);
+      later = whole ? first_later + c * row_elements : (const T*)ahead.advance(KEYS * row_bytes);
     for (int64_t r = 0; r < rows; r += ROWS) {
       typename Product::Sum acc[DOTS] = {};
       const float* x = q + r * stride_q;
+      const auto step_packed = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+        // as many keys as registers have room for, beside the sums
+        constexpr int SOME = KEYS < W / 4 ? KEYS : W / 4;
+#pragma GCC unroll 16
+        for (int j = 0; j < KEYS; j += SOME) {
+          F y[SOME][PACKED];
+#pragma GCC unroll 4
+          for (int h = 0; h < SOME; ++h) {
+            if (!ADD && r == 0)
+              ahead.prefetch(later, (d * KEYS + (j + h) * n) / PACKED, n / PACKED);
+            load_key(key[j + h] + d / PACKED, y[h]);
+          }
+#pragma GCC unroll 8
+          for (int i = 0; i < ROWS * PACKED; ++i) {
+            const int from = i % ROWS * KEYS + j, half = i / ROWS;
+            const F row = load(x + i % ROWS * stride_q + d / Product::DEPTH + half * W);
+#pragma GCC unroll 4
+            for (int h = 0; h < SOME; ++h)
+              acc[from + h] = Product::multiply_add(y[h][half], row, acc[from + h]);
+          }
+        }
+      };
       const auto step = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
 #pragma GCC unroll 4
@@ -59,14 +83,24 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
       int64_t d = 0;
 #pragma GCC unroll 4
       for (; d + STEP <= head_dim; d += STEP) {
-        step(d, STEP,
-             [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
+        if constexpr (PACKED == 2)
+          step_packed(d, STEP, [](const T* p, F* y) __attribute__((always_inline)) {
+            Product::load_both(p, y);
+          });
+        else
+          step(d, STEP,
+               [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
       }
       if (d < head_dim) {
         const int n = int(head_dim - d);
-        step(d, n, [n](const T* p) __attribute__((always_inline)) {
-          return Product::load_operands(p, n);
-        });
+        if constexpr (PACKED == 2)
+          step_packed(d, n, [n](const T* p, F* y) __attribute__((always_inline)) {
+            Product::load_both(p, n, y);
+          });
+        else
+          step(d, n, [n](const T* p) __attribute__((always_inline)) {
+            return Product::load_operands(p, n);
+          });
       }
       float sums[DOTS];
       for (int i = 0; ADD && i < ROWS; ++i)
@@ -89,45 +123,58 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
 template <class Product, int VECS, class T>
 PAGED_ATTN_INLINE void load_down(const T* v, const int64_t* offset, int n, F* x) {
   constexpr int DEPTH = Product::DEPTH;
-  if constexpr (Product::template by_floats<T>)
-    if (n == VECS * W) {
-#pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j)
-        x[j] = Product::pair_up(load(v + offset[0] + j * W), load(v + offset[1] + j * W));
-      return;
-    }
+  if constexpr (Product::PACKED == 2) {
 #pragma GCC unroll 2
-  for (int i = 0; i < DEPTH; ++i) {
-    const T* row = v + offset[i];
+    for (int j = 0; j < VECS; j += 2) {
+      const T *first = v + offset[0] + j * W / 2, *second = v + offset[1] + j * W / 2;
+      if (n == VECS * W)
+        Product::load_down(first, second, x + j);
+      else
+        Product::load_down(first, second, n, x + j);
+    }
+  } else {
+    if constexpr (Product::template by_floats<T>)
+      if (n == VECS * W) {
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; j += DEPTH)
-      x[i + j] =
-          n == VECS * W ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
+        for (int j = 0; j < VECS; ++j)
+          x[j] = Product::pair_up(load(v + offset[0] + j * W), load(v + offset[1] + j * W));
+        return;
+      }
+#pragma GCC unroll 2
+    for (int i = 0; i < DEPTH; ++i) {
+      const T* row = v + offset[i];
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; j += DEPTH)
+        x[i + j] =
+            n == VECS * W ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j += DEPTH) Product::interleave(x + j);
   }
-#pragma GCC unroll 4
-  for (int j = 0; j < VECS; j += DEPTH) Product::interleave(x + j);
 }
 
 // acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); or the first n dims of them
 template <class Product, class T, int ROWS, int VECS, class Ahead>
 PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
-                                  Ahead& ahead, bool first, int n, const float* p,
-                                  const float* weight, float* acc, int64_t stride_acc) {
+                                  Ahead& ahead, bool first, int n, const float* p, float* acc,
+                                  int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
-  const T* later = first ? (const T*)ahead.advance(columns * n * int64_t(sizeof(T))) : nullptr;
+  constexpr int PACKED = Product::PACKED;
+  const T* later =
+      first ? (const T*)ahead.advance(columns * n / PACKED * int64_t(sizeof(T))) : nullptr;
   typename Product::Sum sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j)
-      sum[r][j] = Product::begin(load(acc + r * stride_acc + j * W));
+      sum[r][j] = Product::from_memory(load(acc + r * stride_acc + j * W));
   for (int c = 0; c < columns; c += DEPTH, p += 1) {
     F x[VECS];
     load_down<Product, VECS>(v, offset + c, n, x);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       constexpr int SHARE = DEPTH * VECS * W / ROWS;
-      if (first) ahead.prefetch(later, c * n + r * SHARE, SHARE);
+      if (first) ahead.prefetch(later, (c * n + r * SHARE) / PACKED, SHARE / PACKED);
       const F weight = set1(p[r * ROW_COLUMNS]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
@@ -137,18 +184,17 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j) {
-      float* to = acc + r * stride_acc + j * W;
-      store(to, Product::add_up(sum[r][j], load(to), weight[r]));
+      store(acc + r * stride_acc + j * W, Product::to_memory(sum[r][j]));
     }
 }
 
 template <class Product, class T, int ROWS, class Ahead>
 PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
-                                    Ahead& ahead, const float* p, const float* weight,
-                                    int64_t rows, int64_t head_dim, float* acc) {
+                                    Ahead& ahead, const float* p, int64_t rows, int64_t head_dim,
+                                    float* acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
-  constexpr int FEW = Product::DEPTH, STEP = W * FEW;
+  constexpr int FEW = Product::DEPTH, STEP = W * FEW, PACKED = Product::PACKED;
   const int64_t stride_acc = padded<Product>(head_dim);
   for (int64_t r = 0; r < rows; r += ROWS) {
     const float* weights = p + r * ROW_COLUMNS;
@@ -156,14 +202,14 @@ PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int colum
     const bool first = r == 0;
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
-      add_values<Product, T, ROWS, VECS>(v + d, offset, columns, ahead, first, VECS * W, weights,
-                                         weight + r, to + d, stride_acc);
+      add_values<Product, T, ROWS, VECS>(v + d / PACKED, offset, columns, ahead, first, VECS * W, weights,
+                                         to + d, stride_acc);
     for (; d + STEP <= head_dim; d += STEP)
-      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, STEP, weights,
-                                        weight + r, to + d, stride_acc);
+      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first, STEP, weights,
+                                        to + d, stride_acc);
     if (d < head_dim)
-      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, int(head_dim - d),
-                                        weights, weight + r, to + d, stride_acc);
+      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first, int(head_dim - d),
+                                        weights, to + d, stride_acc);
   }
 }
 

@@ -12,7 +12,7 @@ using namespace paged_attn;
 
 // Bytes written by a call that would not stay in the processor's caches until they are read.
 constexpr int64_t STREAMED_BYTES = 4 << 20;
-constexpr int64_t CACHE_LINE = 64;
+constexpr int64_t LINE_BYTES = 64;  // of a processor's caches
 
 // One cache, of `dim` 4: (num_pages, num_kv_heads, page_size, head_dim). A fused kv_cache is two of
 // them, told apart by an offset into its first dimension.
@@ -58,8 +58,8 @@ CacheWrite cache_write(const TensorView& from, const Cache& cache, const TensorV
 bool in_whole_lines(const CacheWrite& w) {
   const int64_t bytes = bytes_of(w.to_dtype);
   for (const int64_t elements : {w.head_dim, w.to_stride_page, w.to_stride_head, w.to_stride_token})
-    if (elements * bytes % CACHE_LINE != 0) return false;
-  return reinterpret_cast<uintptr_t>(w.to) % CACHE_LINE == 0;
+    if (elements * bytes % LINE_BYTES != 0) return false;
+  return reinterpret_cast<uintptr_t>(w.to) % LINE_BYTES == 0;
 }
 
 // Fills in all but the scales.

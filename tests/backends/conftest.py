@@ -54,7 +54,7 @@ def pytest_configure(config):
         "markers", "over(cases): what a test runs over, by name; it takes `case`"
     )
     config.addinivalue_line(
-        "markers", "lacking: runs over the problems with an argument that the runner refuses"
+        "markers", "lacking(cases=ALL): runs over the problems that the runner refuses"
     )
     for asked in config.getoption("--backend"):
         if not names_of(asked):
@@ -81,8 +81,9 @@ def pytest_generate_tests(metafunc):
         pairs = [(r, x) for r in runners for x in runners[r].refusals]
         parametrize(metafunc, "refusal", runners, [(r, x[0], x) for r, x in pairs])
         return
-    if metafunc.definition.get_closest_marker("lacking") is not None:
-        pairs = [(r, p) for r in runners for p in ALL.values() if lacked(runners[r], p)]
+    if (lacking := metafunc.definition.get_closest_marker("lacking")) is not None:
+        cases = lacking.args[0] if lacking.args else ALL
+        pairs = [(r, p) for r in runners for p in cases.values() if lacked(runners[r], p)]
         parametrize(metafunc, "case", runners, [(r, p.name, p) for r, p in pairs])
         return
     if over is None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gaps import all_with_gaps
 from same_bits import assert_same_bits
+from sampling import lacked
 from unselected import unselected
 
 from torch_paged_attn import reference
@@ -42,6 +43,17 @@ def test_selected_agrees(case, runner):
     assert out.dtype == (case.out_dtype or case.dtype) and lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous()
     assert_accurate(out, lse, truth(case.name))
+
+
+@pytest.mark.lacking(SELECTED)
+def test_selected_refuses(case, runner):
+    """What a backend lacks, by the argument's name."""
+    call = build(case)
+    named = [name.partition(" ")[0] for name in lacked(runner, case) - {case.op}]
+    named = named or ["select_size", "window_size_left", "k is packed"]
+    with pytest.raises(NotImplementedError, match="|".join(named)) as error:
+        runner.attend(call)
+    assert str(error.value).startswith("selected_attention()")
 
 
 @over(lambda p: True)

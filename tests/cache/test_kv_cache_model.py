@@ -6,6 +6,7 @@ a page shared wrongly, overwritten or not copied reads back as something else.
 
 import contextlib
 import copy
+import os
 from collections import Counter
 
 import torch
@@ -210,6 +211,10 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCache = KVCacheMachine.TestCase
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 TestKVCache.settings = settings(
-    derandomize=True, deadline=None, max_examples=250, stateful_step_count=30
+    derandomize=not IS_THOROUGH,
+    deadline=None,
+    max_examples=2000 if IS_THOROUGH else 100,
+    stateful_step_count=30,
 )

@@ -244,6 +244,7 @@ def test_a_name_that_no_argument_has():
         ("window_size", "window_size_left and window_size_right"),
         ("dropout", "dropout_p"),
         ("block_tables", "block_table"),
+        ("kv_scale", "k_descale and v_descale"),
     ],
 )
 def test_a_name_of_another_library(name, ours):

@@ -350,13 +350,23 @@ def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
     return lambda: append_slots(seqlens, table, cu_seqlens, 16, 18)
 
 
-def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
+def _append_and_attend(
+    stored: torch.dtype, is_ragged: bool = False, is_interleaved: bool | None = None, each: int = 1
+) -> Callable[[], None]:
     from torch_paged_attn.backends.triton.append_and_attend import append_and_attend
 
-    q, new = torch.zeros(40, 1, 8, 128, dtype=bf16), torch.zeros(40, 1, 2, 128, dtype=bf16)
+    q, new = torch.zeros(40, 1, 8, 128, dtype=bf16), torch.zeros(40, each, 2, 128, dtype=bf16)
     cache, table = torch.zeros(80, 16, 2, 128).to(stored), torch.zeros(40, 4, dtype=torch.int32)
-    scales = (None, *[torch.ones(2)] * 2) if stored.itemsize == 1 else ()
-    return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
+    scales = [torch.ones(2) if stored.itemsize == 1 else None] * 2
+    bounds = [None, None]
+    if is_ragged:
+        q, new = q[:, 0], new.flatten(0, 1)
+        bounds = [torch.zeros(41, dtype=torch.int32)] * 2
+    has_rotary = is_interleaved is not None
+    cos = torch.zeros(64, 64, dtype=bf16 if is_ragged else f32) if has_rotary else None
+    options = {"rotary_interleaved": is_interleaved} if has_rotary else {}
+    given = q, cache, cache, new, new, table[:, 0], table, None, *scales, *bounds, cos, cos
+    return lambda: append_and_attend(*given, causal=True, **options)
 
 
 def _select_keys(
@@ -447,6 +457,10 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     calls["append_slots/equal"] = functools.partial(_append_slots, None)
     for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
         calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)
+        rotary = functools.partial(_append_and_attend, stored, False, name == "bf16")
+        calls[f"append_and_attend/rotary_{name}"] = rotary
+    ragged = functools.partial(_append_and_attend, torch.float8_e4m3fn, True, False, 30)
+    calls["append_and_attend/rotary_ragged_many_e4m3"] = ragged
     for name, options in {
         "dsa/bf16": dict(dtype=bf16, heads=64, groups=1, pages=False, num_units=512),
         "blocks/f32": dict(

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import growing_engines
 import growing_selected
 import torch
 from growing_tensors import BATCH, DIM, HEADS, KV_HEADS, New, Step
@@ -101,6 +102,20 @@ def append_and_attend(new: New, page_size: int = 16) -> Step:
         table = new.ints(range(batch * (20 + i))).view(batch, -1) % 4096
         seqlens = new.ints([page_size * (10 + i)] * batch)
         return append(q, *pages, k, v, seqlens, table, causal=True)
+
+    return step
+
+
+def append_to_rows(new: New) -> Step:
+    """The same with a rotary embedding, and a cache without pages that is made anew each step."""
+    angles = new(4096, DIM // 2)
+
+    def step(i: int) -> Any:
+        batch = 1 + i
+        cache = new(2, batch, 100 + 13 * i, KV_HEADS, DIM)
+        q, k, v = new.qkv(batch, 1)
+        rotary = *(None,) * 6, angles, angles
+        return append(q, *cache, k, v, new.ints([10 + i] * batch), *rotary, causal=True)
 
     return step
 
@@ -333,6 +348,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "with_kvcache/leftpad": padded_cache,
     "with_kvcache/paged": paged_with_kvcache,
     "append_and_attend": append_and_attend,
+    "append_and_attend/rows": append_to_rows,
     "attend_cache/dense": attend_cache,
     "attend_cache/paged": lambda new: attend_cache(new, 16),
     "paged_kv_cache": paged_kv_cache,
@@ -366,6 +382,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
         for n in (1, 16, 17, 32, 128)
     },
     "latent/prefill_16": lambda new: latent(new, is_decode=False, page_size=16),
+    **growing_engines.LOOPS,
     **growing_selected.LOOPS,
 }
 

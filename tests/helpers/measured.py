@@ -30,13 +30,6 @@ def write(rows: list[Row], path: Path = DATA) -> None:
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def kind_of(row: Row) -> str:
-    """As in `ways.ways`."""
-    width = max(64, 1 << (row["heads"][2] - 1).bit_length())
-    size = 2 if row["kv_dtype"] == row["dtype"] else 1
-    return f"{'many' if 'lengths' in row else 'few'}/d{width}/b{size}"
-
-
 def call_of(row: Row) -> AttentionCall:
     """The call of a step, with tensors of any values."""
     num_heads, num_kv_heads, head_dim = row["heads"]
@@ -53,13 +46,13 @@ def call_of(row: Row) -> AttentionCall:
     )  # fmt: skip
 
 
-def shape_of(row: Row) -> ways.Shape:
-    """What the operator knows of a step, and the ways that can run it and were measured."""
-    queries = 0 if "lengths" in row else row["longest_q"]
+def shape_of(row: Row, is_exact: bool = False) -> ways.Shape:
+    """What the operator knows of a step, and the ways that can run it and were measured. With
+    `is_exact`, its sizes, which the operator rounds."""
     call = call_of(row)
-    reasons = kernels.reasons(call, kind_of(row), queries, None)
-    allowed = [x for x, why in reasons.items() if why is None and x in row["figures"]]
-    return kernels.shape_of(call, queries, tuple(allowed))
+    sizes = kernels.sizes_of(call, 0 if "lengths" in row else row["longest_q"], is_exact)
+    why = kernels.reasons(call, sizes, None)
+    return kernels.shape_of(call, sizes, {x: y for x, y in why.items() if x in row["figures"]})
 
 
 def guess_of(row: Row) -> tuple[ways.Lengths, ...]:
@@ -79,4 +72,4 @@ def chosen() -> Iterator[tuple[Row, str, dict[str, float]]]:
         shape = shape_of(row)
         figures = {way: row["figures"][way] for way, _ in shape.tiles}
         if len(figures) > 2:
-            yield row, ways.choose_way(kind_of(row), shape), figures
+            yield row, ways.choose_way(shape), figures

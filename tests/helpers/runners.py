@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -17,9 +18,10 @@ from sampling import IS_THOROUGH
 import torch_paged_attn
 from torch_paged_attn import environment, reference
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.ops import _library
+from torch_paged_attn.ops import _library, selected_pages
 from torch_paged_attn.ops.backend import serving_device
-from torch_paged_attn.testing import inputs
+from torch_paged_attn.ops.lacking import refuse_lacking
+from torch_paged_attn.testing import Call, build, inputs
 
 
 def to_cpu(results):
@@ -99,6 +101,12 @@ class Runner:
     def lacks(self):
         """The arguments of attention that it refuses."""
         return self.backend().lacks
+
+    def refused(self, case):
+        """Why it refuses a problem whose arguments it has, or None."""
+        if case.op != "selected_attention" or not self.backend().selects_pages:
+            return None
+        return selected_pages.unsupported(attention_call(build(case)))
 
     def unsupported_backward(self, call):
         """Why the backend has no gradients of a call, or None."""
@@ -273,6 +281,9 @@ class Reference(Runner):
     def lacks(self):
         return ()
 
+    def refused(self, case):
+        return None
+
     def unsupported_backward(self, call):
         return None
 
@@ -331,12 +342,21 @@ class Tpu(Runner):
 
         from torch_paged_attn.backends.tpu.tile_sizes import Config
 
+        if call.op == "selected_attention":
+            return self._attend_pages(call.args | changes)
         args = {name: to_jax(value) for name, value in (call.args | changes).items()}
         if args.get("rng_state") is not None:
             args["rng_state"] = rng_words(call.args["rng_state"])
         # blocks and tiles so small that short sequences have several
         args["config"] = Config(block_k=256, step_k=128, tile_rows=64)
         return self._watch(call.op, **args)
+
+    def _attend_pages(self, given):
+        """As `torch_side/binding.py`: in torch, up to a call of `flash_varlen`."""
+        call = AttentionCall.selected_attention(**given)
+        refuse_lacking(call, "tpu", self.lacks())
+        flash = functools.partial(Call, "flash_varlen")
+        return selected_pages.attend_pages(call, "tpu", lambda x: self.attend(flash(x.given())))
 
     def alone(self, call, b):
         return self.attend(call.alone(b), max_seqlen_q=call.args["q"].shape[0])

@@ -65,6 +65,7 @@ NEVER = {
     "reference": _OF_THE_DISPATCHER | {"write_outside": "the formula checks no slot"},
 }
 
+OF_SELECTED = ("same_bits", "page_order", "alone", "unseen_memory", "order_of_a_list")
 BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays", "gaps")
 
 _WRITES = (
@@ -229,6 +230,10 @@ SAMPLES: dict[str, Sample] = {
             "write_slots": (),
             "write_padding": (),
             "write_twice": (),
+            # whole pages, by the kernel of all other calls
+            "selected_agrees": ("selected/pages/f32", "quest/decode/f16"),
+            **dict.fromkeys((f"selected_{promise}" for promise in OF_SELECTED), ()),
+            "selected_unseen_memory": ("selected/pages/f32",),
         },
         LIKE_ON_TPU,
         GRADIENTS_LIKE_ON_TPU,
@@ -248,6 +253,8 @@ SAMPLES: dict[str, Sample] = {
             "write": ("f32-e4m3-hnd",),
             "write_every_bfloat16": ("e4m3-0.3",),
             "write_outside": (),
+            "selected_agrees": ("selected/pages/f32",),
+            "selected_unseen_memory": (),
         },
     ),
     "neuron-3": Sample(
@@ -289,6 +296,10 @@ SAMPLES: dict[str, Sample] = {
             "gradients_of_out_alone": (),
             "gradients_only_read": (),
             "gradients_of_nothing": ("training/everything/f32",),
+            **dict.fromkeys((f"selected_{promise}" for promise in OF_SELECTED), ()),
+            "selected_page_order": ("selected/pages/f32",),
+            "selected_alone": ("selected/pages/f32",),
+            "selected_unseen_memory": ("selected/pages/f32",),
         },
         gradients_like=GRADIENTS_LIKE,
         brief={
@@ -310,7 +321,8 @@ SAMPLES: dict[str, Sample] = {
                 "deepseek_mla/decode/bf16",
                 "phi3_small/local_strided/bf16",
                 "blocksparse/batched/f32",
-            )
+            ),
+            "selected_agrees": ("selected/pages/f32", "selected/slots_of_pages/f32"),
         },
     ),
 }
@@ -341,6 +353,8 @@ _OTHER_GENERATIONS = Sample(
         "write_every_bfloat16": (),
         **dict.fromkeys((f"gradients_{promise}" for promise in _OF_GRADIENTS), ()),
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32", "tiny_head/bf16"),
+        "selected_agrees": ("selected/pages/f32",),
+        **dict.fromkeys((f"selected_{promise}" for promise in OF_SELECTED), ()),
     },
     rest_on="neuron-3",
     brief={
@@ -389,7 +403,8 @@ def lacked(runner, case):
     """The arguments of a problem that a runner refuses, or its op; other cases have none."""
     if hasattr(case, "op") and not runner.has(case.op):
         return {case.op}
-    return getattr(case, "optional", frozenset()) & set(runner.lacks())
+    found = getattr(case, "optional", frozenset()) & set(runner.lacks())
+    return found or ({case.op} if hasattr(case, "op") and runner.refused(case) else found)
 
 
 # tests of which every problem that there is runs, or has a reason in this field of `Sample`

@@ -333,11 +333,17 @@ def test_compiles_whole(name, padded):
     assert_like_sdpa(model, run)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 2])
-@pytest.mark.parametrize("packed", [False, True])
+THOROUGH = pytest.mark.thorough
 # gemma3 has mistral's windows
+ROWS = [("llama", False, 2), ("llama", True, 2), ("gemma3", True, 2)]
+MORE_ROWS = {
+    (n, p, b) for n in ("llama", "mistral", "gemma3") for p in (False, True) for b in (1, 2)
+}
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("mistral", marks=pytest.mark.thorough), "gemma3"]
+    ("name", "packed", "batch"),
+    [*ROWS, *(pytest.param(*row, marks=THOROUGH) for row in sorted(MORE_ROWS - {*ROWS}))],
 )
 def test_rows_of_several_sequences_compile_whole(name, packed, batch):
     """Their positions say how many sequences there are, which no compiler knows beforehand."""

@@ -120,6 +120,55 @@ def test_a_build_for_here_links_what_runs_here(setup, build, tmp_path, monkeypat
     assert {*macros} == {f"PAGED_ATTN_WITHOUT_{isa}" for isa in left_out}
 
 
+def test_an_object_is_taken_if_it_was_made_of_the_same_by_the_same(setup, tmp_path, monkeypatch):
+    """`build_kernels` compiles them while torch is fetched, and `build_ext` takes them."""
+    command = setup["options"]["cmdclass"]["build_kernels"](setuptools.Distribution())
+    command.build_temp, compiled = str(tmp_path), []
+    source = tmp_path / "source.h"
+    source.touch()
+    os.utime(source, (0, 0))
+    monkeypatch.setitem(
+        type(command).compile_isa.__globals__, "kernel_sources", lambda: [source, Path("setup.py")]
+    )
+
+    def compile_plain(sources, **_):
+        compiled.append(sources)
+        target = tmp_path / "csrc/isa/generic.o"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+        return [str(target)]
+
+    def compiles(level=()):
+        before = len(compiled)
+        assert command.compile_isa("generic", [*level]) == [str(tmp_path / "csrc/isa/generic.o")]
+        return len(compiled) > before
+
+    command.compile_plain = compile_plain
+    assert compiles() and not compiles()
+    assert compiles(["-O1"]) and not compiles(["-O1"])
+    os.utime(source, (2**33, 2**33))
+    assert compiles(["-O1"])
+    os.utime(source, (0, 0))
+    assert not compiles(["-O1"])
+    monkeypatch.setenv("CXX", "another")
+    assert compiles(["-O1"])
+
+
+def test_every_file_is_in_one_of_two_objects(setup, tmp_path):
+    command = setup["options"]["cmdclass"]["build_ext"](setuptools.Distribution())
+    command.build_temp, texts = str(tmp_path), []
+
+    def compile_plain(sources, *, include_dirs, **_):
+        assert include_dirs[0] == "."  # they are named as seen from here
+        texts.append(Path(sources[0]).read_text())
+        return sources
+
+    command.compile_plain = compile_plain
+    files = setup["SOURCES"]
+    assert len(command.compile_at_once(files, include_dirs=["torch"])) == len(texts) == 2
+    assert sorted("".join(texts).splitlines()) == sorted(f'#include "{x}"' for x in files)
+
+
 def test_other_builds_optimise_all_kernels(build):
     build()
     assert {flag for flag in build.flags if flag.startswith("-O")} == {"-O3"}

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -222,3 +223,19 @@ def test_every_public_name_is_found_by_dir():
     assert names <= set(dir(torch_paged_attn))
     for name in names:
         assert getattr(torch_paged_attn, name) is not None
+
+
+# what Triton 3.6 takes and 3.9 refuses when a kernel compiles -> the files that may say it
+REFUSED_LATER = {
+    # the names of functions that 3.9 has only to raise
+    r"async_copy_(global_to_shared|shared_to_global)\b": {"tma.py"},
+    # several types as one constant: they become constants, and not types
+    r"constexpr = \(?[gt]l\.\w+, *[gt]l\.": set(),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_LATER)
+def test_kernels_say_nothing_that_a_later_triton_refuses(text):
+    """Only `make test-triton` compiles with another Triton."""
+    files = (PACKAGE / "backends" / "triton").rglob("*.py")
+    assert {x.name for x in files if re.search(text, x.read_text())} == REFUSED_LATER[text]

@@ -47,13 +47,13 @@ def object_of(isa, build_flags, folder):
     return target
 
 
-# their sources are AVX2's and AMX's, too: half a minute each where they are not built
-ALIKE = ("avx512", "avx512bf16")
+# where they are not built they are parsed (setup.py), and take up to half a minute each
+SLOW = ("amx", "avx512", "avx512bf16")
 
 
 def objects():
     for isa in sorted(path.stem for path in ROOT.glob("csrc/isa/*.cpp")):
-        is_left = isa in ALIKE and built(isa) is None
+        is_left = isa in SLOW and built(isa) is None
         yield pytest.param(isa, marks=pytest.mark.thorough if is_left else ())
 
 

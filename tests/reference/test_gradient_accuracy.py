@@ -93,7 +93,9 @@ def test_good_kernel(keys, rows, seed, dtype):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "first", [1.0, 16.0, 256.0], ids=["alike", "one large row", "one huge row"]
+    "first",
+    [1.0, pytest.param(16.0, marks=pytest.mark.thorough), 256.0],
+    ids=["alike", "one large row", "one huge row"],
 )
 def test_mistake(dtype, mistake, first):
     """Also where one row of 64 has a fifth of all error, or most of it. In a call of one row, dQ
@@ -105,7 +107,7 @@ def test_mistake(dtype, mistake, first):
 
 @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
 @pytest.mark.parametrize("keys, rows", [(300, 300), (2048, 64)])
-@pytest.mark.parametrize("factor", [0.99, 1.01])
+@pytest.mark.parametrize("factor", [0.99, pytest.param(1.01, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaled_row(dtype, factor, keys, rows, which):
     """In bfloat16 about one unit in the last place of each number, all in one direction."""

@@ -199,3 +199,17 @@ def test_hint_of_the_longest_sequence(hints, is_packed, said):
 )
 def test_hint_of_its_keys(keys, is_packed, said):
     assert flash_varlen.said_of_reach(keys, is_packed) == said
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8, e4m3])
+@pytest.mark.parametrize("queries", [1, 5, 16])
+def test_drafts_with_scales_by_token(kv_dtype, queries):
+    """Of few queries, converting keys takes longer than products: the portable kernel's tiles have
+    fewer rows, and more programs convert at a time."""
+    call = chunks(((queries, 900),) * 16, kv_dtype=kv_dtype, descale="tokens")
+    with assume(HOPPER):
+        assert flash_varlen.choose(call, queries).kernel == "portable"
+        by_head = chunks(((queries, 900),) * 16, kv_dtype=e4m3, descale="heads")
+        assert queries == 1 or flash_varlen.choose(by_head, queries).kernel == "hopper"
+        call = chunks(((512, 900),) * 4, kv_dtype=kv_dtype, descale="tokens")
+        assert flash_varlen.choose(call).kernel == "hopper"

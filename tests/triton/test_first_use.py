@@ -23,11 +23,17 @@ STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 ARCHES = ("sm90", "sm80", "gfx942")
 # a step is two calls, a forward and a backward, each of which may take as many
 TRAINING = [name for name in growing_calls.LOOPS if "training" in name]
+# a write of the cache and attention; vLLM has them compiled before it serves
+TWO_CALLS = [*TRAINING, "vllm/decode", "vllm/mixed"]
 # TODO: fewer forms. The portable kernel walks through up to five while a batch grows to 200
 # sequences
 MORE = {
     ("sm80", "paged_kv_cache"): 7,
     ("gfx942", "paged_kv_cache"): 8,
+    # tiles for few and for many queries, numbered and listed, and two kernels that list
+    ("sm90", "sglang/mixed"): 8,
+    ("sm90", "sglang/mixed_pages"): 8,
+    ("sm90", "nano_vllm/prefill"): 8,
 }
 # Kernels that differ in more than a size. Under a layout a step takes all nine: three of a forward,
 # six of its backward. A dense forward takes the portable kernel, or a list and one of Hopper's:
@@ -40,14 +46,16 @@ MOST_OF_TRAINING = {
     "flash_varlen/training_dense": 7,
 }
 
-# numbers of groups that follow no length: work that a program takes at least, of two tunings
-CHOSEN = {"_attention_fwd_kernel: scalars.min_units"}
+# numbers of groups that kernels are compiled for: work that a program takes at least, of two
+# tunings; whether rows of a mask are multiples of 16, which are read in wide pieces
+BIAS = [f"_attention_fwd_kernel: strides.bias_{x}" for x in ("head", "token", "width")]
+CHOSEN = {"_attention_fwd_kernel: scalars.min_units", *BIAS}
 
 
 def most_kernels(arch, name):
     if arch == "sm90" and name in MOST_OF_TRAINING:
         return MOST_OF_TRAINING[name]
-    return MORE.get((arch, name), 2 * MOST if name in TRAINING else MOST)
+    return MORE.get((arch, name), 2 * MOST if name in TWO_CALLS else MOST)
 
 
 def count(arch, name, stride):

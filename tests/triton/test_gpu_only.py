@@ -342,6 +342,48 @@ def test_steps_in_one_call_by_plans_of_earlier_ones_are_steps_of_new_plans(mode,
     assert all(map(torch.equal, gots, wants))
 
 
+def forms_of_kvcache():
+    """Calls with new tokens: rotated, ragged, in rows of a cache, and more tokens than a program
+    compares slots of."""
+    q, k_cache, v_cache, k, v, lengths, table = kvcache_step(5, pages=60)
+    angles = torch.arange(960 * 24, device="cuda").view(960, 24) * 0.37
+    rotary = {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+    bounds = torch.arange(6, device="cuda", dtype=torch.int32)
+    pages = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    ragged = {"cu_seqlens_q": bounds, "cu_seqlens_k_new": bounds, "max_seqlen_q": 1}
+    long = [x.repeat(1, 300, 1, 1) * 0.5 for x in (q, k, v)]
+    rows = [x.view(5, 960, 2, 64) for x in (k_cache, v_cache)]
+    return {
+        "rotary": ((q, k_cache, v_cache, k, v), pages | rotary),
+        "halves": ((q, k_cache, v_cache, k, v), pages | rotary | {"rotary_interleaved": False}),
+        "ragged": ((q[:, 0], k_cache, v_cache, k[:, 0], v[:, 0]), pages | ragged),
+        "ragged rotary": ((q[:, 0], k_cache, v_cache, k[:, 0], v[:, 0]), pages | ragged | rotary),
+        "rows": ((q, *rows, k, v), {"cache_seqlens": lengths} | rotary),
+        "many": ((long[0], k_cache, v_cache, *long[1:]), pages | rotary),
+    }
+
+
+@pytest.mark.parametrize("form", ["rotary", "halves", "ragged", "ragged rotary", "rows", "many"])
+def test_one_call_is_what_the_general_code_computes(form, monkeypatch):
+    def run(is_general):
+        tensors, options = forms_of_kvcache()[form]
+        if is_general:
+            monkeypatch.setattr(with_kvcache, "in_one_call", lambda *args, **options: None)
+        outs = [flash_attn_with_kvcache(*tensors, **options) for _ in range(2)]
+        return [*outs, *tensors[1:3]]
+
+    assert with_kvcache.in_one_call(*one_call_of(form)) is not None
+    for got, want in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def one_call_of(form):
+    (q, k_cache, v_cache, k, v), options = forms_of_kvcache()[form]
+    names = "block_table", "s_aux", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k_new"
+    others = [options.get(x) for x in (*names, "rotary_cos", "rotary_sin")]
+    return (q, k_cache, v_cache, k, v, options["cache_seqlens"]), others, {"causal": True}, None
+
+
 def test_steps_on_streams_and_in_graphs():
     q, k_cache, v_cache, k, v, lengths, table = kvcache_step(3)
 

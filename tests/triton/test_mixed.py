@@ -1,17 +1,11 @@
-"""Batches of long and short sequences: which kernel does what, and the results of both together."""
+"""Batches of long and short sequences."""
 
-import itertools
-
-import cross_compile
 import pytest
 import torch
-from covering import left_out
 from hopper_calls import HAS_HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import choices, support, tiles
-from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16
@@ -52,54 +46,17 @@ def tensors_of(call):
     return tuple(call.given_tensors().values())
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [PROBLEMS[0], left_out(PROBLEMS[1]), pytest.param(PROBLEMS[2], marks=pytest.mark.thorough)],
-    ids=lambda p: p.name,
-)
-def test_short_sequences_and_padding_alone(problem, device):
-    """The portable kernel's share: the rows of long sequences are not its own."""
-    call = hopper_call(problem, device)
-    limit = 16
-    out, lse = (torch.full_like(x, 7.0) for x in call.new_results())
-    tile_list = torch.tensor([0, 0, limit], dtype=torch.int32, device=device)
-    start = portable.plan_beside(call)
-    start(tensors_of(call), None, out, lse, tile_list)
-    truth = build(problem).truth()
-    bounds = call.cu_seqlens_q.tolist()
-    for begin, end in itertools.pairwise(bounds):
-        if end - begin > limit:
-            assert (out[begin:end] == 7.0).all()
-            assert (lse[:, begin:end] == 7.0).all()
-            # as if they were right
-            out[begin:end] = truth.out[begin:end].to(out)
-            lse[:, begin:end] = truth.softmax_lse[:, begin:end].to(lse)
-    assert_accurate(out, lse, truth)
-
-
-def compile_both(problem):
-    call = hopper_call(problem)
-    cross_compile.CALLS["mixed"] = lambda: (
-        lambda: mixed.plan_attention(call)(tensors_of(call), None)
-    )
-    return cross_compile.compile_call("sm90", "mixed")
-
-
-@pytest.mark.parametrize("problem", [PROBLEMS[0], PROBLEMS[4]], ids=lambda p: p.name)
-def test_compiles(problem, compiler):
-    kernels = compiler.submit(compile_both, problem).result()
-    names = ["_tile_order_kernel", "_hopper_attention_fwd_kernel", "_attention_fwd_kernel"]
-    assert [kernel.name for kernel in kernels] == names
-    for kernel in kernels:
-        assert kernel.faults("sm90", problem.name) == []
+def plan_cut(call):
+    """Tiles from a list, whose keys are cut into pieces."""
+    return hopper.plan_attention(call, form=choices.Form(is_cut=True, tiles="low"))
 
 
 def plan_numbered(call):
-    """Hopper's kernel alone, without a list of tiles."""
+    """Tiles without a list."""
     return hopper.plan_attention(call, form=choices.Form(is_numbered=True, tiles="low"))
 
 
-PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
+PLANS = {"cut": plan_cut, "numbered": plan_numbered}
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

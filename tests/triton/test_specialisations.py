@@ -10,7 +10,7 @@ from missed_by_warmup import MOST_SEQUENCES, MOST_TOKENS, missed_by_warmup
 from triton.runtime.jit import JITFunction
 
 import torch_paged_attn
-from torch_paged_attn import BlockSparseLayout, _warmup
+from torch_paged_attn import BlockSparseLayout, _model_calls, _warmup
 from torch_paged_attn.testing import Layout, Problem
 
 BF16 = torch.bfloat16
@@ -75,6 +75,23 @@ def test_warmup_on_cpu():
     assert torch_paged_attn.warmup(8, 2, 64, device="cpu") is None
     with pytest.raises(ValueError, match=r"expected device to be .* got xla"):
         torch_paged_attn.warmup(8, 2, 64, device="xla")
+
+
+def test_warmup_of_lists(monkeypatch):
+    """It makes the calls that `compile` makes for models of lists, which test_first_use.py counts
+    the kernels of; they follow the other calls."""
+    asked = []
+    monkeypatch.setattr(_model_calls, "selected_attention", lambda *args, **o: asked.append(o))
+    made = []
+    job = _model_calls.selected_calls_of(
+        *(8, 1, 72, 64, {}, torch.bfloat16, torch.bfloat16, 16, 2, 64, 32, 1)
+    )
+    described, make = _warmup.in_turn(("first", made.append), job)
+    make(torch.device("cpu"))
+    assert described.startswith("first; selected") and made == [torch.device("cpu")]
+    assert len(asked) > 10 and {x["select_size"] for x in asked} == {1}
+    with pytest.raises(ValueError, match=r"warmup\(\): expected page_size"):
+        torch_paged_attn.warmup(8, 2, 64, device="cpu", num_units=4)
 
 
 def test_one_kernel_for_all_layout_sizes(specialisations):

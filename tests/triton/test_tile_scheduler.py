@@ -79,12 +79,12 @@ def test_queries_and_keys_that_lie_elsewhere(is_causal, device):
 
 
 CUT = {
-    # queries and keys; short sequences left to another kernel
-    "one": ([(100, 5000)], 0),
-    "few": ([(70, 5000), (1, 3000), (2, 4500)], 16),
-    "decodes": ([(1, 900 + 700 * i) for i in range(40)], 16),
-    "chunk": ([(1, 4000)] * 40 + [(500, 6000)], 16),
-    "much": ([(300, 6000)] * 9, 16),
+    # queries and keys
+    "one": [(100, 5000)],
+    "few": [(70, 5000), (1, 3000), (2, 4500)],
+    "decodes": [(1, 900 + 700 * i) for i in range(40)],
+    "chunk": [(1, 4000)] * 40 + [(500, 6000)],
+    "much": [(300, 6000)] * 9,
 }
 
 
@@ -93,30 +93,26 @@ CUT = {
     every_row(2, ((*heads, name) for heads in ((1, 1), (8, 8), (28, 4)) for name in CUT)),
 )
 def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, device):
-    seqs, short = CUT[name]
+    seqs = CUT[name]
     tokens, block_n, most_parts = 32, 128, 264
     query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
     cu_seqlens_q = cumulative(query_lens)
     used = cumulative(key_lens).diff()
     options = TileOptions(
         True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
-        COUNTERS=2 * most_parts, SHORT=short,
+        COUNTERS=2 * most_parts,
     )  # fmt: skip
-    chip = Chip(132, units_per_tile, kv_heads, 2**30, 6.0, 1.0, 0.75, 0.75)
+    chip = Chip(132, units_per_tile, kv_heads, 2**30, 1.0, 0.75, 0.75)
     sizes = len(seqs), sum(query_lens), max(key_lens)
     list_tiles = plan_tile_list(*sizes, options, device, chip)
     order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
 
     assert order.flatten()[8 : 8 + 2 * most_parts].eq(0).all()
-    claimed, count, limit = order[0, :3].tolist()
+    claimed, count = order[0, :2].tolist()
     assert claimed == 0
-    if short == 0:
-        limit = -1  # not asked for
-    assert limit in (-1, 0, short)
     entries = order[1 + 2 * most_parts // 8 :][:count].tolist()
     pieces, costs, parts = collections.defaultdict(list), [], []
     for b, first, _, query_len, _, key_len, stop, word in entries:
-        assert query_len > limit
         first_part, piece, of = word >> 16, word >> 8 & 255, word & 255
         pieces[b, first].append((piece, of))
         visited = -(-(key_len - query_len + min(first + tokens, query_len)) // block_n)
@@ -124,10 +120,7 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
         assert stop == min(first + tokens, query_len)
         if of > 1:
             parts.append(first_part + piece)
-    wanted = {
-        (b, first) for b, n in enumerate(query_lens) if n > limit for first in range(0, n, tokens)
-    }
-    assert set(pieces) == wanted
+    assert set(pieces) == {(b, i) for b, n in enumerate(query_lens) for i in range(0, n, tokens)}
     for found in pieces.values():
         assert sorted(found) == [(i, found[0][1]) for i in range(found[0][1])]
     # tiles are listed by where they end, to the next tile: their last keys may be a few short
@@ -137,8 +130,6 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
     assert len(parts) * units_per_tile <= most_parts
     if name == "one" and units_per_tile == 1:
         assert len(parts) > 4
-    if name == "chunk" and units_per_tile > kv_heads:
-        assert limit == short, "tiles of one head would read their keys seven times"
 
 
 @pytest.mark.parametrize("window", (2**30, 600))
@@ -152,7 +143,7 @@ def test_pieces_that_are_stretches_begin_at_the_same_keys(units_per_tile, window
         True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
         COUNTERS=2 * most_parts, STRETCH=256,
     )  # fmt: skip
-    chip = Chip(132, units_per_tile, 1, window, 6.0, 1.0, 0.75, 0.75)
+    chip = Chip(132, units_per_tile, 1, window, 1.0, 0.75, 0.75)
     list_tiles = plan_tile_list(len(seqs), 73, 5000, options, device, chip)
     order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
     pieces, parts = collections.defaultdict(list), []

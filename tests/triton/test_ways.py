@@ -38,7 +38,7 @@ def variant(**options):
 def chosen():
     """Each measured step in question: its kind, the chosen way, and how long each takes."""
     with assume(HOPPER):
-        found = [(measured.kind_of(row), way, of) for row, way, of in measured.chosen()]
+        found = [(measured.shape_of(row).kind, way, of) for row, way, of in measured.chosen()]
     assert len(found) > 1000
     return found
 
@@ -148,6 +148,23 @@ def test_ways_that_can_run_a_call(queries, head_dim, kv_dtype):
             assert way.form is None if is_low else way is None
 
 
+def test_sizes_of_a_class_are_estimated_once(monkeypatch):
+    """A server's steps differ a little in their numbers of sequences and queries."""
+    asked = []
+    choose_way = ways.choose_way
+    monkeypatch.setattr(ways, "choose_way", lambda x: asked.append(x) or choose_way(x))
+    with assume(HOPPER):
+        for problem in (DECODES, variant(num_heads=16), variant(window_size_left=100)):
+            for seqs in (((1, 60),) * 37, ((1, 60),) * 39, ((1, 60),) * 40):
+                call = call_of(dataclasses.replace(problem, seqs=seqs), max_seqlen_k=1024)
+                flash_varlen.choose(call, 1)
+        for tokens in (970, 1000, 1022):
+            problem = variant(seqs=((tokens, 0), (1, 60), (1, 60)))
+            flash_varlen.choose(call_of(problem, max_seqlen_k=1024))
+    assert len(asked) <= 4 and {x.batch for x in asked} == {3, 40}
+    assert {x.total_q for x in asked} == {40, 1024}
+
+
 def test_long_sequences_are_not_left_to_one_program_each():
     """Few sequences of very many keys are divided, by every kernel."""
     for queries in (1, 8):
@@ -164,8 +181,8 @@ def test_more_keys_take_longer(queries):
             continue
         for way, costs in of_kind.items():
             shape = ways.Shape(
-                **of_shape, queries=queries, longest=0, window=-1, key_bytes=512, is_copied=False,
-                columns=128, tiles=((way, tile),),
+                **of_shape, kind=kind, queries=queries, longest=0, window=-1, key_bytes=512,
+                is_copied=False, columns=128, tiles=((way, tile),),
             )  # fmt: skip
             times = [
                 ways.estimate(way, costs, shape, (ways.Lengths(0.9 * keys, keys, 7, 200),))

@@ -15,29 +15,29 @@ from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._storages import with_whole_rows
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.accepted import as_int32
+from torch_paged_attn.ops.append_and_attend import OP as APPEND
 from torch_paged_attn.ops.append_and_attend import append_and_attend
-from torch_paged_attn.ops.attend_cache import OP, attend_cache
+from torch_paged_attn.ops.attend_cache import OP as ATTEND
+from torch_paged_attn.ops.attend_cache import attend_cache
 from torch_paged_attn.ops.checks import refuse
 from torch_paged_attn.ops.repeated import repeat
 
 
 def in_one_call(
-    tensors: tuple[Any, ...], s_aux: Tensor | None, descales: tuple[Any, ...], **options: Any
+    tensors: tuple[Any, ...],
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+    max_seqlen_q: Any,
 ) -> tuple[Tensor, Tensor] | None:
-    """`out` and `softmax_lse` by the operator `append_and_attend`, which has less host time. None
-    for calls that it does not support: only eager calls on a GPU, with pages, without gradients and
-    outside autocast.
+    """`out` and `softmax_lse` of a call with new tokens, by the operator `append_and_attend`, which
+    has less host time. None for calls that it does not support, see `_has_one_call`.
 
-    tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
+    tensors: q, k_cache, v_cache, k, v, cache_seqlens
+    others: block_table, s_aux, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k_new, rotary_cos and
+        rotary_sin, or None for those that are not given
     options: keyword arguments of `append_and_attend`
     """
-    if not is_on_gpu(tensors[0]) or not _has_one_call(tensors, (s_aux, *descales)):
-        return None
-    sinks = None if s_aux is None else s_aux.float()
-    try:
-        return append_and_attend(*tensors, sinks, *descales, **options)
-    except (ValueError, NotImplementedError):
-        return None  # nothing has been written: the general code runs the call, or raises
+    return _by_operator(append_and_attend, APPEND, tensors, others, options, max_seqlen_q)
 
 
 def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> bool:
@@ -80,19 +80,33 @@ def attend_in_one_call(
         None for those that are not given; and k_start for a step of Transformers
     options: keyword arguments of `attend_cache`
     """
+    return _by_operator(attend_cache, ATTEND, tensors, others, options, max_seqlen_q)
+
+
+def _by_operator(
+    operator: Any,
+    name: str,
+    tensors: tuple[Any, ...],
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+    max_seqlen_q: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """The results of an operator that a GPU alone has; None for calls that it does not support. The
+    last of `tensors` are lengths.
+    """
     if not is_on_gpu(tensors[0]):
         return None
-    if others[1] is not None and type(max_seqlen_q) is int:
+    if type(max_seqlen_q) is int:
         options = options | {"max_seqlen_q": max_seqlen_q}
     args = *tensors, *others
-    if (results := repeat(OP, args, options)) is not NotImplemented:
+    if (results := repeat(name, args, options)) is not NotImplemented:
         return results
-    if not _has_one_call(tensors, others) or tensors[3].dtype is not torch.int32:
+    if not _has_one_call(tensors, others) or tensors[-1].dtype is not torch.int32:
         return None
     try:
-        return attend_cache(*args, **options)
+        return operator(*args, **options)
     except (ValueError, NotImplementedError):
-        return None  # the general code runs the call, or raises
+        return None  # nothing has been written: the general code runs the call, or raises
 
 
 def attend_only(

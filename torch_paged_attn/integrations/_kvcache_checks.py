@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.accepted import as_accepted, operator_of
-from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"
@@ -24,7 +23,6 @@ DIMS = {
     "(batch,)": 1,
     "(batch + 1,)": 1,
     "(batch, max_pages)": 2,
-    "(positions, rotary_dim / 2)": 2,
     "(total_new, num_kv_heads, head_dim)": 3,
     "(pages, page_size, num_kv_heads, head_dim)": 4,
 }
@@ -60,21 +58,6 @@ def check_cu_seqlens_q(cu_seqlens_q: Tensor) -> None:
     check_tensor("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", INT32)
     if cu_seqlens_q.shape[0] == 0:
         fail("cu_seqlens_q", "no entries", "(batch + 1,) entries, the first of them 0")
-
-
-def check_rotary(cos: Tensor, sin: Tensor, capacity: int, head_dim: int) -> None:
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_tensor(name, x, "(positions, rotary_dim / 2)")
-        if not x.dtype.is_floating_point:
-            fail(name, names((x.dtype,)), "of a floating-point dtype")
-    if sin.shape != cos.shape:
-        fail("rotary_sin", f"shape {tuple(sin.shape)}", f"{tuple(cos.shape)}, as rotary_cos")
-    if cos.shape[0] < capacity:
-        expected = f"at least the {capacity} positions of the cache"
-        fail("rotary_cos.shape[0]", cos.shape[0], expected)
-    if 2 * cos.shape[1] > head_dim:
-        expected = f"rotary_dim / 2, at most half of head_dim = {head_dim}"
-        fail("rotary_cos.shape[1]", cos.shape[1], expected)
 
 
 def check_descale(name: str, scale: Tensor | None) -> None:

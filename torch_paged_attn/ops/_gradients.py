@@ -138,6 +138,13 @@ def _has_tangent(x: Tensor) -> bool:
     return True
 
 
+def increment_versions(tensors: Sequence[Tensor | None]) -> None:
+    """Tell autograd that tensors have changed; those of inference mode have no version."""
+    changed = [x for x in tensors if x is not None and not x.is_inference()]
+    if changed:
+        torch.autograd.graph.increment_version(changed)
+
+
 class Gate:
     """What stands between the calls of one operator and autograd (see the module's docstring).
 
@@ -287,9 +294,7 @@ class Gate:
         """Tell autograd which tensors the kernel changes: it writes through raw pointers, which
         autograd does not see.
         """
-        for i in self.written:
-            if (x := args[i]) is not None and not x.is_inference():
-                torch.autograd.graph.increment_version(x)
+        increment_versions([args[i] for i in self.written])
 
     def wrapped(self, load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """A kernel that first checks whether an input requires grad, and then calls a backend's

@@ -58,18 +58,25 @@ def operator_of(op: torch._ops.OpOverload) -> Operator:
     )  # fmt: skip
 
 
+def are_accepted(operator: Operator, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether the arguments of a call are such as most decode steps have, and in the operator's
+    form.
+    """
+    if len(args) != operator.behind or not _are_usual(options, operator.others, operator.indices):
+        return False
+    for at in operator.lengths:
+        if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
+            return False
+    return True
+
+
 def as_accepted(
     operator: Operator, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, as the operator takes them."""
-    _, name, _, positions, behind, lengths, others, indices = operator
-    # a decode step's call has no more than this
-    if len(args) == behind and _are_usual(options, others, indices):
-        for at in lengths:
-            if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
-                break
-        else:
-            return args, options
+    if are_accepted(operator, args, options):
+        return args, options
+    name, positions, others = operator.name, operator.positions, operator.others
     found = list(args)
     for at, argument in positions:
         if at < len(found) and found[at] is not None:

@@ -1,9 +1,10 @@
 """The operator `paged_attn::append_and_attend`: `flash_attn_with_kvcache` in one call on a GPU.
 
 It is internal and no part of the public contract: `flash_attn_with_kvcache` uses it for the calls
-of a decoding loop. It does the work of `append_slots`, `reshape_and_cache` and `flash_varlen`,
-because three ways through the dispatcher would take longer on the host than the kernels take on the
-GPU. It runs their checks before anything is written, so that an error names one of these operators.
+of a decoding loop. It does the work of `append_slots`, a rotary embedding, `reshape_and_cache` and
+`flash_varlen`, because as many ways through the dispatcher would take longer on the host than the
+kernels take on the GPU. It runs their checks before anything is written, so that an error names one
+of these operators.
 """
 
 import functools
@@ -13,62 +14,116 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops._gradients import increment_versions
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.append_slots import check as check_append_slots
 from torch_paged_attn.ops.backend import serving
-from torch_paged_attn.ops.checks import check_dim, fail, refuse
+from torch_paged_attn.ops.checks import (
+    check_devices,
+    check_dim,
+    check_dtype,
+    fail,
+    names,
+    refuse,
+)
 from torch_paged_attn.ops.flash_varlen import check as check_flash_varlen
-from torch_paged_attn.ops.repeated import REPEATED, Repeated, repeat
+from torch_paged_attn.ops.repeated import REPEATED, Repeated
 from torch_paged_attn.ops.reshape_and_cache import check_split
 
 OP = "append_and_attend"
-# the most new tokens of a call, all sequences together
-MOST_TOKENS = 1024
+# dtypes of the tables of a rotary embedding
+OF_ROTARY = torch.float32, torch.float16, torch.bfloat16
 
 
 class Parts(NamedTuple):
-    """The arguments that `reshape_and_cache` and `flash_varlen` would get, as views. For checks
-    only: cu_seqlens_q and seqused_k have the right shape and dtype, but no values.
+    """The arguments that `append_slots`, `reshape_and_cache` and `flash_varlen` would get, as
+    views. For checks only: seqused_k has the right shape and dtype, but no values, and so has
+    cu_seqlens_q if it is not given.
     """
 
-    q: Tensor  # (batch * seqlen_q, num_heads, head_dim)
-    key: Tensor  # (batch * seqlen_new, num_kv_heads, head_dim)
+    q: Tensor  # (total_q, num_heads, head_dim)
+    key: Tensor  # (total_new, num_kv_heads, head_dim)
     value: Tensor
     k_cache: Tensor  # (num_pages, num_kv_heads, page_size, head_dim)
     v_cache: Tensor
     cu_seqlens_q: Tensor
     seqused_k: Tensor
+    cu_seqlens_k_new: Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.seqused_k.shape[0]
 
 
 def parts_of(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
 ) -> Parts:
     """The views, or ValueError for shapes and strides that allow none."""
-    new = "(batch, seqlen_new, num_kv_heads, head_dim)"
     pages = "(num_pages, page_size, num_kv_heads, head_dim)"
-    shapes = ("(batch, seqlen_q, num_heads, head_dim)", pages, pages, new, new, "(batch)")
-    tensors = q, k_cache, v_cache, k, v, cache_seqlens
-    names = "q", "k_cache", "v_cache", "k", "v", "cache_seqlens"
-    for name, x, shape in zip(names, tensors, shapes, strict=True):
-        check_dim(OP, name, x, shape)
+    check_dim(OP, "cache_seqlens", cache_seqlens, "(batch)")
+    check_dim(OP, "k_cache", k_cache, pages)
+    check_dim(OP, "v_cache", v_cache, pages)
     batch = cache_seqlens.shape[0]
-    rows: list[Tensor] = []
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[0] != batch:
-            fail(OP, f"{name}.shape[0]", x.shape[0], f"{batch}, as cache_seqlens")
-        rows.append(x.flatten(0, 1))
-        if rows[-1].data_ptr() != x.data_ptr():
-            fail(OP, name, f"strides {x.stride()}", "contiguous over batch and sequence")
-    q_rows, key, value = rows
     return Parts(
-        q_rows,
-        key,
-        value,
+        _rows_of("q", q, batch, cu_seqlens_q),
+        _rows_of("k", k, batch, cu_seqlens_k_new),
+        _rows_of("v", v, batch, cu_seqlens_k_new),
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
-        cu_seqlens_q=cache_seqlens.new_empty(batch + 1),
-        seqused_k=cache_seqlens.new_empty(batch),
+        cache_seqlens.new_empty(batch + 1) if cu_seqlens_q is None else cu_seqlens_q,
+        cache_seqlens.new_empty(batch),
+        cu_seqlens_k_new,
     )
+
+
+def _rows_of(name: str, x: Tensor, batch: int, cu_seqlens: Tensor | None) -> Tensor:
+    """q, k or v as rows (tokens, heads, head_dim)."""
+    if cu_seqlens is not None:
+        check_dim(OP, name, x, "(total, heads, head_dim)")
+        return x
+    check_dim(OP, name, x, "(batch, seqlen, heads, head_dim)")
+    if x.shape[0] != batch:
+        fail(OP, f"{name}.shape[0]", x.shape[0], f"{batch}, as cache_seqlens")
+    rows = x.flatten(0, 1)
+    if rows.data_ptr() != x.data_ptr():
+        fail(OP, name, f"strides {x.stride()}", "contiguous over batch and sequence")
+    return rows
+
+
+def check_rows(parts: Parts) -> None:
+    """Raise unless a cache without a block table has a row for each sequence."""
+    if parts.k_cache.shape[0] != parts.batch:
+        expected = f"{parts.batch}, a row for each sequence, or block_table given"
+        fail(OP, "k_cache.shape[0]", parts.k_cache.shape[0], expected)
+
+
+def check_rotary(op: str, cos: Tensor, sin: Tensor, capacity: int, head_dim: int) -> None:
+    """Raise unless the tables of a rotary embedding have a row for each slot of a sequence.
+
+    Args:
+        op: whose call it is
+        capacity: the most tokens of a sequence
+    """
+    shape = "(positions, rotary_dim / 2)"
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_dim(op, name, x, shape)
+        if not x.dtype.is_floating_point:
+            fail(op, name, names((x.dtype,)), "of a floating-point dtype")
+    if sin.shape != cos.shape:
+        fail(op, "rotary_sin", f"shape {tuple(sin.shape)}", f"{tuple(cos.shape)}, as rotary_cos")
+    if cos.shape[0] < capacity:
+        expected = f"at least the {capacity} positions of the cache"
+        fail(op, "rotary_cos.shape[0]", cos.shape[0], expected)
+    if 2 * cos.shape[1] > head_dim:
+        expected = f"rotary_dim / 2, at most half of head_dim = {head_dim}"
+        fail(op, "rotary_cos.shape[1]", cos.shape[1], expected)
 
 
 def check(
@@ -78,15 +133,17 @@ def check(
     sinks: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Raise for metadata that the kernels do not support."""
     num_tokens, page_size = parts.key.shape[0], parts.k_cache.shape[2]
-    if not 0 < num_tokens <= MOST_TOKENS or 0 in (*parts.q.shape, *parts.k_cache.shape):
-        fail(OP, "tokens of k", num_tokens, f"from 1 to {MOST_TOKENS}, and no tensor empty")
+    if not num_tokens or 0 in (*parts.q.shape, *parts.k_cache.shape):
+        fail(OP, "tokens of k", num_tokens, "at least 1, and no tensor empty")
     if parts.q.dtype.itemsize == 1:
         fail(OP, "q", parts.q.dtype, "a dtype that out may have")
-    check_append_slots(cache_seqlens, block_table, None, page_size, num_tokens)
+    check_append_slots(cache_seqlens, block_table, parts.cu_seqlens_k_new, page_size, num_tokens)
     is_stored = parts.k_cache.dtype.itemsize == 1
     scales = (k_descale, v_descale) if is_stored else (None, None)
     slots = cache_seqlens.new_empty(num_tokens)
@@ -103,15 +160,27 @@ def check(
         v_descale=v_descale,
         **options,
     )
+    if rotary_cos is None and rotary_sin is None:
+        return
+    if rotary_cos is None or rotary_sin is None:
+        fail(OP, "rotary_cos and rotary_sin", "one of them", "both or none")
+    capacity, head_dim = block_table.shape[1] * page_size, parts.q.shape[2]
+    check_rotary(OP, rotary_cos, rotary_sin, capacity, head_dim)
+    check_dtype(OP, "rotary_cos", rotary_cos, OF_ROTARY)
+    check_dtype(OP, "rotary_sin", rotary_sin, (rotary_cos.dtype,))
+    check_devices(OP, parts.q.device, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin})
+    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("q", parts.q)):
+        if x.stride(-1) != 1:
+            fail(OP, name, f"strides {x.stride()}", "contiguous rows")
 
 
 def fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """What the operator returns, in shape and dtype."""
-    batch, seqlen_q, num_heads, _ = q.shape
-    out = q.new_empty((batch * seqlen_q, num_heads, v_cache.shape[3]))
-    return out, q.new_empty((num_heads, batch * seqlen_q), dtype=torch.float32)
+    total, num_heads = q.shape[:-2].numel(), q.shape[-2]
+    out = q.new_empty((total, num_heads, v_cache.shape[3]))
+    return out, q.new_empty((num_heads, total), dtype=torch.float32)
 
 
 @functools.cache
@@ -120,15 +189,13 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     if backend is None:
         refuse(OP, reason)
     if (again := backend.repeated(OP)) is not None:
-        REPEATED[OP] = Repeated(torch.ops.paged_attn.append_and_attend.default, again, _bump)
+        REPEATED[OP] = Repeated(append_and_attend, again, _bump)
     return backend.function(OP)
 
 
 def _bump(args: tuple[Any, ...]) -> None:
     """Tell autograd that the caches change."""
-    written = [x for x in args[1:3] if not x.is_inference()]
-    if written:
-        torch.autograd.graph.increment_version(written)
+    increment_versions(args[1:3])
 
 
 def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -138,8 +205,10 @@ def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 LIBRARY.define(
     f"{OP}(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v,"
-    " Tensor cache_seqlens, Tensor block_table, Tensor? sinks=None, Tensor? k_descale=None,"
-    " Tensor? v_descale=None, *, float? softmax_scale=None, bool causal=False,"
+    " Tensor cache_seqlens, Tensor? block_table=None, Tensor? sinks=None, Tensor? k_descale=None,"
+    " Tensor? v_descale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None,"
+    " Tensor? rotary_cos=None, Tensor? rotary_sin=None, *, int max_seqlen_q=0,"
+    " bool rotary_interleaved=True, float? softmax_scale=None, bool causal=False,"
     " int window_size_left=-1, int window_size_right=-1, float softcap=0.0)"
     " -> (Tensor out, Tensor softmax_lse)"
 )
@@ -149,10 +218,6 @@ LIBRARY.impl(OP, _on_gpu, "CUDA")
 LIBRARY.impl(OP, torch.library.fallthrough_kernel, "Autograd")
 
 
-def append_and_attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The operator. Its caller has checked that all tensors are on a GPU, plain and without
-    gradients, and that autocast is off.
-    """
-    if (results := repeat(OP, args, options)) is not NotImplemented:
-        return results
-    return torch.ops.paged_attn.append_and_attend.default(*args, **options)
+# its caller has checked that all tensors are on a GPU, plain and without gradients, and that
+# autocast is off
+append_and_attend = torch.ops.paged_attn.append_and_attend.default

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops import selected_pages
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
 from torch_paged_attn.ops.path import Path
 
@@ -59,6 +60,9 @@ class Backend:
 
     announces: ClassVar[tuple[str, ...]] = ()
     """The ops whose functions log themselves which of several kernels runs (`paths.announce`)."""
+
+    selects_pages: ClassVar[bool] = False
+    """Whether its `selected_attention` is that of whole pages (`selected_pages.py`)."""
 
     def unsupported(self) -> str | None:
         """Why the backend cannot run on this machine; None if it can."""
@@ -133,6 +137,9 @@ class Backend:
             forward = call.forward if isinstance(call, BackwardCall) else call
             if (name := lacking(forward, names)) is not None:
                 return Path(self.name, None, f"it does not have {name} yet")
+            is_selected = op == "selected_attention" and self.selects_pages
+            if is_selected and (reason := selected_pages.unsupported(call)) is not None:
+                return Path(self.name, None, reason)
         return self.path(op, call, target)
 
     def unsupported_gradients(self, call: AttentionCall) -> str | None:

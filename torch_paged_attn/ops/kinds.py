@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.accepted import Operator, as_accepted
+from torch_paged_attn.ops.accepted import Operator, are_accepted, as_accepted
 from torch_paged_attn.ops.checks import fail, refuse
 from torch_paged_attn.ops.repeated import repeat
 
@@ -36,6 +36,8 @@ FOREIGN = {
     **dict.fromkeys(("cu_seq_lens_k", "cu_seqlens_kv", "kv_indptr"), "cu_seqlens_k"),
     **dict.fromkeys(("k_scale",), "k_descale"),
     **dict.fromkeys(("v_scale",), "v_descale"),
+    **dict.fromkeys(("alibi", "alibi_bias"), "alibi_slopes"),
+    "kv_scale": "k_descale and v_descale",
     "window_size": "window_size_left and window_size_right",
     "qv": "q_latent",
 }
@@ -50,9 +52,14 @@ def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, 
         NotImplementedError: DTensors without their rules, or beside plain tensors; vmap over a
             dimension of size 0.
     """
-    args, options = as_accepted(operator, args, options)
+    # arguments of a call like an earlier one have the operator's form, which goes by no more than a
+    # plan does
     if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
         return results
+    if not are_accepted(operator, args, options):
+        args, options = as_accepted(operator, args, options)
+        if (results := repeat(operator.full_name, args, options)) is not NotImplemented:
+            return results
     op = operator.op
     try:
         return op(*args, **options)

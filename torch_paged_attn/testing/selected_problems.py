@@ -224,6 +224,31 @@ SELECTED = {
             page_size=16,
             selected=Selected(3, 16, "kv"),
         ),
+        # units that are pages
+        Problem(
+            "selected/pages/f32",
+            ((1, 61), (4, 30), (0, 7), (1, 0), (2, -1)),
+            4,
+            2,
+            32,
+            page_size=8,
+            softcap=5.0,
+            descale="batch",
+            padding_rows=2,
+            selected=Selected(5, 8, "kv", holes=0.2, counted=True, past=True),
+        ),
+        Problem(
+            "selected/slots_of_pages/f32",
+            ((3, 45), (0, 16), (2, 30)),  # whole units: no length cuts one
+            4,
+            2,
+            32,
+            page_size=16,
+            causal=False,
+            sinks=True,
+            padding_rows=1,
+            selected=Selected(3, 16, "kv", slots=True, holes=0.3),
+        ),
         # edge cases
         Problem(
             "selected/all_units/f32",

@@ -19,6 +19,7 @@ class Neuron(Backend):
     """Trainium and Inferentia, by torch_neuronx or torch_xla; CPU tensors on the emulator."""
 
     name = "neuron"
+    selects_pages = True
     dispatch_keys = ("XLA", "PrivateUse1") + (("CPU",) if environment.NEURON_EMULATE else ())
 
     def unsupported(self) -> str | None:

@@ -17,6 +17,7 @@ class Tpu(Backend):
     """Google's TPUs, by torch_tpu or torch_xla."""
 
     name = "tpu"
+    selects_pages = True
     dispatch_keys = ("XLA", "PrivateUse1")
 
     def unsupported(self) -> str | None:

@@ -1,188 +1,199 @@
-"""`append_and_attend` on GPUs, in two launches: the first writes new tokens and the new lengths,
-the second is attention.
-
-A program of the first kernel copies some elements of the keys and values of a few tokens, as in
-`reshape_and_cache.py`, but computes their slots itself. It computes the slots of all tokens,
-because a later token with the same slot has to win.
+"""`append_and_attend` on GPUs, in two launches: the first (`append_kernel.py`) writes new tokens
+and lengths, and rotates keys and queries; the second is attention.
 """
 
+import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.append_slots import slots_behind
-from torch_paged_attn.backends.triton.dequant import as_stored
-from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
-from torch_paged_attn.backends.triton.reshape_and_cache import (
-    choose_rows,
-    load_rows,
-    row_strides,
-    store_rows,
+from torch_paged_attn.backends.triton.append_kernel import (
+    HeadStrides,
+    Pointers,
+    Rotary,
+    Strides,
+    append_kernel,
+    claim_kernel,
 )
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
-from torch_paged_attn.backends.triton.runtime.target import target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.written_slots import is_written_later
-from torch_paged_attn.ops.append_and_attend import check, parts_of
+from torch_paged_attn.backends.triton.attend_cache import ranges
+from torch_paged_attn.backends.triton.dequant import as_stored, stored_format
+from torch_paged_attn.backends.triton.flash_varlen import flash_varlen, said_of_longest
+from torch_paged_attn.backends.triton.reshape_and_cache import choose_rows, row_strides
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, Constants
+from torch_paged_attn.backends.triton.written_slots import CLAIMED, FEW_TOKENS
+from torch_paged_attn.ops.append_and_attend import OP, Parts, check, check_rows, parts_of
 
+# the operator's tensors
 TENSORS = (
     "q", "k_cache", "v_cache", "key", "value", "cache_seqlens", "block_table", "sinks", "k_descale",
-    "v_descale",
+    "v_descale", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_cos", "rotary_sin",
 )  # fmt: skip
+# those that `parts_of` and `check` take
+SHAPED = (
+    "q", "k_cache", "v_cache", "key", "value", "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k_new",
+)  # fmt: skip
+CHECKED = (
+    "cache_seqlens", "block_table", "sinks", "k_descale", "v_descale", "rotary_cos", "rotary_sin",
+)  # fmt: skip
+# those of `flash_varlen` behind queries and caches
+ATTENTION = "seqused_k", "block_table", "sinks", "k_descale", "v_descale"
 
 
-class Pointers(NamedTuple):
-    """The kernel's tensors; the scales may be None."""
+class AppendAndAttend:
+    """The operator, called with the arguments of `ops.append_and_attend`."""
 
-    key: Any
-    value: Any
-    k_cache: Any
-    v_cache: Any
-    k_descale: Any
-    v_descale: Any
-    cache_seqlens: Any
-    block_table: Any
-    seqused_k: Any
-    cu_seqlens_q: Any
+    def __call__(
+        self, *tensors: Tensor | None, max_seqlen_q: int = 0, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        longest = said_of_longest(max_seqlen_q, 0, False)
+        return launch_cache.call(f"{OP}, {longest}", _planner(longest), tensors, options)
 
-
-class Strides(NamedTuple):
-    """Strides in elements."""
-
-    k: Any  # RowStrides
-    v: Any
-    cache_seqlens: int
-    page: int  # block_table.stride(1)
+    def again(self, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The results of a call like one of the last; NotImplemented for others."""
+        longest = said_of_longest(options.pop("max_seqlen_q", 0), 0, False)
+        return launch_cache.again(f"{OP}, {longest}", tensors, options)
 
 
-@triton.jit(
-    do_not_specialize=("num_tokens", "num_slots", "stride_row", "max_pages", "batch", "seqlen_q")
-)
-def _append_kernel(
-    pointers,
-    strides,
-    num_heads,
-    page_size,
-    num_tokens,
-    num_slots,
-    stride_row,
-    max_pages,
-    batch,
-    seqlen_q,
-    OPTIONS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """A program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
-    DIM: tl.constexpr = OPTIONS.DIM
-    DIM_V: tl.constexpr = OPTIONS.DIM_V
-    gdc_wait(IS_DEPENDENT)
-    token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
-    new = num_tokens // batch
-    b = token // new
-    before, slot = slots_behind(
-        pointers, strides, stride_row, page_size, max_pages, b, token - b * new, token < num_tokens
-    )
-    slot = tl.where(slot < num_slots, slot, -1)
-    key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
-    value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
-    writes = slot >= 0
-    if OPTIONS.WIDTH > 1:
-        other = tl.arange(0, OPTIONS.WIDTH)
-        other_b = other // new
-        _, other_slot = slots_behind(
-            pointers, strides, stride_row, page_size, max_pages, other_b, other - other_b * new,
-            other < num_tokens,
-        )  # fmt: skip
-        writes = writes & ~is_written_later(token, slot, other, other_slot)
-    place = slot // page_size, slot % page_size, writes
-    store_rows(key, pointers.k_cache, pointers.k_descale, place, strides.k, num_heads, DIM, OPTIONS)
-    store_rows(
-        value, pointers.v_cache, pointers.v_descale, place, strides.v, num_heads, DIM_V, OPTIONS
-    )
-    # the program of a sequence's first token writes the sequence's length and end of queries
-    is_first = (token == b * new) & (token < num_tokens) & (tl.program_id(1) == 0)
-    tl.store(pointers.seqused_k + b, tl.where(before < 0, 0, before + new), mask=is_first)
-    tl.store(pointers.cu_seqlens_q + b + 1, (b + 1) * seqlen_q, mask=is_first)
-    tl.store(pointers.cu_seqlens_q + b, 0 * b, mask=is_first & (b == 0))
+# with the arguments of `ops.append_and_attend`
+append_and_attend = AppendAndAttend()
+
+
+@functools.cache
+def _planner(longest: int) -> Any:
+    return functools.partial(_plan, longest)
 
 
 def _plan(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor,
-    sinks: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    **options: Any,
+    longest: int, *tensors: Tensor | None, rotary_interleaved: bool = True, **options: Any
 ) -> Plan:
-    parts = parts_of(q, k_cache, v_cache, k, v, cache_seqlens)
-    check(parts, cache_seqlens, block_table, sinks, k_descale, v_descale, **options)
-    tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, sinks, k_descale, v_descale
-    given = [name for name, x in zip(TENSORS, tensors, strict=True) if x is not None]
-    # the last name, None, stands for tensors that are not given
-    names = [*given, "seqused_k", "cu_seqlens_q", None]
+    found: dict[str, Any] = dict.fromkeys(TENSORS) | dict(zip(TENSORS, tensors, strict=False))
+    given = [name for name in TENSORS if found[name] is not None]
+    parts = parts_of(*map(found.__getitem__, SHAPED))
+    if found["cu_seqlens_q"] is None:
+        longest = said_of_longest(parts.q.shape[0] // max(parts.batch, 1), 0, False)
+    # what is not given: how many numbers, and their step
+    made: dict[str, tuple[int, int]] = {}
+    if found["block_table"] is None:
+        check_rows(parts)
+        made["block_table"] = parts.batch, 1
+    constants = Constants(functools.partial(ranges, made, parts.q.device), parts.q.device)
+    found |= zip(made, constants()[0], strict=True)
+    has_constants = bool(made)
+    check(parts, *map(found.__getitem__, CHECKED), **options)
+
+    target, has_rotary = target_of(parts.q.device), found["rotary_cos"] is not None
+    launches, new = _launches_of(parts, found, rotary_interleaved, options, target)
+    names = [*given, *made, *new, None]
     stored = parts.k_cache.dtype.itemsize == 1
     unused = () if stored else ("k_descale", "v_descale")
     wanted = (x if x in names and x not in unused else None for x in Pointers._fields)
     pick = operator.itemgetter(*map(names.index, wanted))
-    attention = (
-        "q", "k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "block_table", "sinks", "k_descale",
-        "v_descale",
-    )  # fmt: skip
+    rows = "turned" if has_rotary else "q"
+    bounds = "bounds" if found["cu_seqlens_q"] is None else "cu_seqlens_q"
+    attention = rows, "k_cache", "v_cache", bounds, *ATTENTION
     pick_attention = operator.itemgetter(*(names.index(x) for x in attention if x in names))
+    q = torch.empty_like(parts.q, memory_format=torch.contiguous_format) if has_rotary else parts.q
     attend = flash_varlen.plan(
-        q.shape[1], 0, parts.q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None,
-        parts.seqused_k, block_table, None, None, sinks, None, k_descale, v_descale, **options,
+        longest, 0, q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None, parts.seqused_k,
+        found["block_table"], None, None, found["sinks"], None, found["k_descale"],
+        found["v_descale"], **options,
     )  # fmt: skip
-    target = target_of(q.device)
-    num_tokens, batch = parts.key.shape[0], cache_seqlens.shape[0]
-    grid, rows = choose_rows(parts.key, parts.value, parts.k_cache, num_tokens, target)
-    scales = (k_descale, v_descale) if stored else (None, None)
-    append = Launch(
-        _append_kernel,
-        grid,
-        strides=Strides(
-            k=row_strides(parts.key, parts.k_cache, scales[0]),
-            v=row_strides(parts.value, parts.v_cache, scales[1]),
-            cache_seqlens=cache_seqlens.stride(0),
-            page=block_table.stride(1),
-        ),
-        num_heads=parts.key.shape[1],
-        page_size=parts.k_cache.shape[2],
-        num_tokens=num_tokens,
-        num_slots=parts.k_cache.shape[0] * parts.k_cache.shape[2],
-        stride_row=block_table.stride(0),
-        max_pages=block_table.shape[1],
-        batch=batch,
-        seqlen_q=q.shape[1],
-        OPTIONS=rows,
-        **dependent_launch(target.overlaps_launches),
-    )
-    new_lengths = Allocation((batch,), torch.int32, q.device)
-    new_bounds = Allocation((batch + 1,), torch.int32, q.device)
+    allocations = list(new.values())
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        lengths, bounds = new_lengths(), new_bounds()
-        found = (*tensors, lengths, bounds, None)
-        at = (*addresses, lengths.data_ptr(), bounds.data_ptr(), None)
-        if append.is_ready:
-            append.start(pick(at))
-        else:
-            views = [x if x is None else as_stored(x, target)[0] for x in pick(found)]
-            append(Pointers(*views))
-        return attend(pick_attention(found), pick_attention(at))
+        constant, at_constant = constants() if has_constants else ((), ())
+        own = [allocate() for allocate in allocations]
+        every = (*tensors, *constant, *own, None)
+        at = (*addresses, *at_constant, *[x.data_ptr() for x in own], None)
+        for launch in launches:
+            if launch.is_ready:
+                launch.start(pick(at))
+            else:
+                views = [x if x is None else as_stored(x, target)[0] for x in pick(every)]
+                launch(Pointers(*views))
+        return attend(pick_attention(every), pick_attention(at))
 
     return run
 
 
-# with the arguments of `ops.append_and_attend`
-append_and_attend = PlannedOp("append_and_attend", _plan)
+def _launches_of(
+    parts: Parts,
+    found: dict[str, Any],
+    is_interleaved: bool,
+    options: dict[str, Any],
+    target: Target,
+) -> tuple[list[Launch], dict[str, Allocation]]:
+    """The launch that writes new tokens, with many of them one before it that notes which of them
+    write, and what both need besides the operator's tensors.
+    """
+    num_tokens, batch = parts.key.shape[0], parts.batch
+    num_queries, num_heads, dim = parts.q.shape
+    cos, sin, device = found["rotary_cos"], found["rotary_sin"], parts.q.device
+    new = {"seqused_k": Allocation((batch,), torch.int32, device)}
+    if found["cu_seqlens_q"] is None:
+        new["bounds"] = Allocation((batch + 1,), torch.int32, device)
+    is_dependent = dependent_launch(target.overlaps_launches)
+    stored = parts.k_cache.dtype.itemsize == 1
+    scales = (found["k_descale"], found["v_descale"]) if stored else (None, None)
+    (_, columns), rows = choose_rows(parts.key, parts.value, parts.k_cache, num_tokens, target)
+    blocks = num_blocks = cdiv(max(num_tokens, batch), rows.BLOCK_T)
+    rotary = Rotary(0)
+    if cos is not None:
+        new["turned"] = Allocation.like(parts.q)
+        is_still = not options.get("causal") and max(
+            options.get("window_size_left", -1), options.get("window_size_right", -1)
+        ) < 0  # fmt: skip
+        table_format = stored_format(cos.dtype, target)
+        rotary = Rotary(cos.shape[1], is_interleaved, is_still, table_format, num_heads)
+        blocks += cdiv(num_queries, rows.BLOCK_T)
+        columns = max(columns, cdiv(num_heads * dim, rows.BLOCK_E))
+    strides = Strides(
+        k=row_strides(parts.key, parts.k_cache, scales[0]),
+        v=row_strides(parts.value, parts.v_cache, scales[1]),
+        q=HeadStrides(*parts.q.stride()[:2]),
+        cache_seqlens=found["cache_seqlens"].stride(0),
+        page=found["block_table"].stride(1),
+        cu_seqlens_k_new=_stride(found["cu_seqlens_k_new"]),
+        cu_seqlens_q=_stride(found["cu_seqlens_q"]),
+        cos=_stride(cos),
+        sin=_stride(sin),
+    )
+    sizes = {
+        "page_size": parts.k_cache.shape[2],
+        "batch": batch,
+        "num_tokens": num_tokens,
+        "num_slots": parts.k_cache.shape[0] * parts.k_cache.shape[2],
+        "stride_row": found["block_table"].stride(0),
+        "max_pages": found["block_table"].shape[1],
+    }
+    launches = []
+    if num_tokens > FEW_TOKENS:
+        new["claims"] = Allocation((sizes["num_slots"],), torch.int32, device)
+        grid = (cdiv(num_tokens, CLAIMED),)
+        launches.append(
+            Launch(claim_kernel, grid, strides=strides, **sizes, BLOCK=CLAIMED, **is_dependent)
+        )
+    append = Launch(
+        append_kernel,
+        (blocks, columns),
+        strides=strides,
+        num_heads=parts.key.shape[1],
+        **sizes,
+        num_queries=num_queries,
+        num_positions=0 if cos is None else cos.shape[0],
+        num_blocks=num_blocks,
+        OPTIONS=rows,
+        ROTARY=rotary,
+        **is_dependent,
+    )
+    return [*launches, append], new
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)

@@ -38,25 +38,48 @@ class Strides(NamedTuple):
 
 
 @triton.jit
-def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
+def sequence_of(token, cu_seqlens_ptr, stride, batch):
     """The sequence of each token, that is how many sequences end at or before it; `batch` for
     tokens of no sequence.
     """
-    WIDTH: tl.constexpr = 32
-    ended = tl.zeros([BLOCK], tl.int32)
-    for b0 in tl.range(0, batch, WIDTH):
-        b = b0 + tl.arange(0, WIDTH)
-        end = tl.load(cu_seqlens_ptr + (b + 1) * stride, mask=b < batch, other=0)
-        has_ended = (b < batch)[None, :] & (end[None, :] <= token[:, None])
-        ended += tl.sum(has_ended.to(tl.int32), 1)
-    return ended
+    least, most = token * 0, token * 0 + batch
+    size = batch
+    while size > 0:
+        middle = (least + most) // 2
+        is_open = least < most
+        end = tl.load(cu_seqlens_ptr + (middle + 1) * stride, mask=is_open, other=0)
+        has_ended = is_open & (end <= token)
+        most = tl.where(is_open & ~has_ended, middle, most)
+        least = tl.where(has_ended, middle + 1, least)
+        size = size // 2
+    return least
 
 
 @triton.jit
-def slots_behind(pointers, strides, stride_row, page_size, max_pages, b, offset, exists):
-    """For new tokens number `offset` of sequences b: how many tokens the sequence had before, and
-    the slot of the token; -1 if the table has no entry for it or `exists` is False.
+def place_of(token, cu_seqlens_ptr, stride, batch, num_tokens):
+    """For each token its sequence, its number among the tokens of the sequence, and whether it has
+    one. Without `cu_seqlens_ptr`, all sequences have as many tokens.
     """
+    if cu_seqlens_ptr is not None:
+        b = sequence_of(token, cu_seqlens_ptr, stride, batch)
+        exists = (token < num_tokens) & (b < batch)
+        first = tl.load(cu_seqlens_ptr + b * stride, mask=exists, other=0)
+    else:
+        each = tl.maximum(num_tokens // batch, 1)
+        exists = token < num_tokens
+        b = token // each
+        first = b * each
+    return b, token - first, exists
+
+
+@triton.jit
+def slots_of_new(pointers, strides, stride_row, page_size, max_pages, batch, token, num_tokens):
+    """The positions of new tokens in their sequences, and their slots; -1 for tokens of no sequence
+    and those for which the table has no entry.
+    """
+    b, offset, exists = place_of(
+        token, pointers.cu_seqlens_k_new, strides.cu_seqlens_k_new, batch, num_tokens
+    )
     before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
     position = offset.to(tl.int64) + before
     entry = position // page_size
@@ -64,7 +87,21 @@ def slots_behind(pointers, strides, stride_row, page_size, max_pages, b, offset,
     row = pointers.block_table + b.to(tl.int64) * stride_row
     page = tl.load(row + entry * strides.page, mask=exists, other=-1).to(tl.int64)
     slot = page * page_size + position % page_size
-    return before, tl.where(exists, slot, -1)
+    return position, tl.where(exists, slot, -1)
+
+
+@triton.jit
+def store_lengths(pointers, strides, b, batch, num_tokens):
+    """The lengths of sequences b with their new tokens."""
+    exists = b < batch
+    before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=0)
+    if pointers.cu_seqlens_k_new is not None:
+        bound = pointers.cu_seqlens_k_new + b * strides.cu_seqlens_k_new
+        new = tl.load(bound + strides.cu_seqlens_k_new, mask=exists, other=0)
+        new -= tl.load(bound, mask=exists, other=0)
+    else:
+        new = num_tokens // batch
+    tl.store(pointers.seqused_k + b, tl.where(before < 0, 0, before + new), mask=exists)
 
 
 @triton.jit(do_not_specialize=("stride_row", "max_pages", "batch", "num_tokens"))
@@ -81,31 +118,9 @@ def _append_slots_kernel(
 ):
     gdc_wait(IS_DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-
-    # the number of tokens of sequence i, before and after
-    exists = i < batch
-    before = tl.load(pointers.cache_seqlens + i * strides.cache_seqlens, mask=exists, other=0)
-    if pointers.cu_seqlens_k_new is not None:
-        bound = pointers.cu_seqlens_k_new + i * strides.cu_seqlens_k_new
-        new = tl.load(bound + strides.cu_seqlens_k_new, mask=exists, other=0)
-        new -= tl.load(bound, mask=exists, other=0)
-    else:
-        new = num_tokens // batch
-    after = tl.where(before < 0, 0, before + new)
-    tl.store(pointers.seqused_k + i, after, mask=exists)
-
-    # the sequence b of token i, and that sequence's first new token
-    if pointers.cu_seqlens_k_new is not None:
-        stride = strides.cu_seqlens_k_new
-        b = _sequences_of(i, pointers.cu_seqlens_k_new, stride, batch, BLOCK)
-        exists = (i < num_tokens) & (b < batch)
-        first = tl.load(pointers.cu_seqlens_k_new + b * stride, mask=exists, other=0)
-    else:
-        exists = i < num_tokens
-        b = i // tl.maximum(new, 1)
-        first = b * new
-    _, slot = slots_behind(
-        pointers, strides, stride_row, page_size, max_pages, b, i - first, exists
+    store_lengths(pointers, strides, i, batch, num_tokens)
+    _, slot = slots_of_new(
+        pointers, strides, stride_row, page_size, max_pages, batch, i, num_tokens
     )
     tl.store(pointers.slot_mapping + i, slot, mask=i < num_tokens)
 

@@ -73,17 +73,17 @@ def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
         return _with(given, longest, 0, found, None, options)
     rows = rows_of(q, k_cache, v_cache, found.get("cu_seqlens_q"))
     found |= {"q": rows, "k": k_cache.transpose(1, 2), "v": v_cache.transpose(1, 2)}
-    ranges: dict[str, tuple[int, int]] = {}  # what is not given: how many numbers, and their step
+    made: dict[str, tuple[int, int]] = {}  # what is not given: how many numbers, and their step
     if found.get("cu_seqlens_q") is None:
         batch, seqlen_q = q.shape[:2]
-        ranges["cu_seqlens_q"] = batch + 1, seqlen_q
+        made["cu_seqlens_q"] = batch + 1, seqlen_q
         longest = said_of_longest(seqlen_q, 0, False)
     if found.get("block_table") is None:
         # row b of the cache is the only page of sequence b
-        ranges["block_table"] = k_cache.shape[0], 1
-    constants = Constants(functools.partial(_ranges, ranges, q.device), q.device)
-    found |= zip(ranges, constants()[0], strict=True)
-    given += ranges
+        made["block_table"] = k_cache.shape[0], 1
+    constants = Constants(functools.partial(ranges, made, q.device), q.device)
+    found |= zip(made, constants()[0], strict=True)
+    given += made
     table = found["block_table"]
     assert table is not None
     reach = said_of_reach(table.shape[-1] * k_cache.shape[1], False)
@@ -114,10 +114,10 @@ def _with(
     return run
 
 
-def _ranges(ranges: dict[str, tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
+def ranges(wanted: dict[str, tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
     """0, step, 2 step, ...; as a column for a block table."""
     made = {
         name: torch.arange(count, dtype=torch.int32, device=device) * step
-        for name, (count, step) in ranges.items()
+        for name, (count, step) in wanted.items()
     }
     return tuple(x[:, None] if name == "block_table" else x for name, x in made.items())

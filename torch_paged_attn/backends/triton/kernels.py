@@ -6,8 +6,6 @@ no tensor is read.
 import math
 from typing import NamedTuple
 
-import torch
-
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import ways
 from torch_paged_attn.backends.triton.hopper import choices, support
@@ -15,8 +13,10 @@ from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M, width_of
 from torch_paged_attn.backends.triton.portable import tiles as portable
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tuning import Config
+from torch_paged_attn.lru import LRU
 
 # rows of a tile of few queries up to which the portable kernel is one of the ways
 MOST_PORTABLE = 16
@@ -26,6 +26,10 @@ LEAST_UNSAID = 1024
 
 # warps of tall tiles that run on a multiprocessor at the same time
 MOST_WARPS = 16
+
+# classes of sizes: numbers of sequences and of queries are rounded up to one of so many up to twice
+# a power of two, which costs less than 0.1 % of kernel time; of so many classes the choice is kept
+STEPS, MOST_CLASSES = 4, 4096
 
 # schedules of Hopper's kernel: the first word of a way's name
 SCHEDULES = {
@@ -47,129 +51,175 @@ class Way(NamedTuple):
     splits: SplitPlan | None = None
 
 
+class Sizes(NamedTuple):
+    """A class of sizes: all calls that differ in sizes within a class run in the same way."""
+
+    batch: int
+    total_q: int
+    queries: int  # of the longest sequence if all of them fit into a tile of one consumer, else 0
+    longest: int  # the number of keys of the longest sequence: the hint max_seqlen_k, or a guess
+    bound: int  # how many keys the block table has room for
+
+    @property
+    def is_few(self) -> bool:
+        return self.queries > 0
+
+    @property
+    def mean_length(self) -> int:
+        return -(-self.total_q // self.batch)
+
+
+def sizes_of(call: AttentionCall, longest: int, is_exact: bool = False) -> Sizes:
+    """The class of a call's sizes; with `is_exact`, its sizes. `longest`: the hint max_seqlen_q."""
+    # if there are no more queries than sequences, all are decodes, whatever the hint says
+    queries = 1 if call.total_q <= call.batch else longest
+    queries = queries if queries * call.group_size <= BLOCK_M else 0
+    batch, total = call.batch, call.total_q
+    if not is_exact:
+        batch, total = _rounded(batch), _rounded(total)
+    if queries and not is_exact:
+        # as many queries of a sequence, and whether all have as many, are not rounded
+        is_uneven = call.total_q % call.batch > 0
+        total = support.mean_length(call) * batch - is_uneven
+    return Sizes(batch, total, queries, _longest_keys(call), support.key_bound(call))
+
+
+def _rounded(n: int) -> int:
+    """Rounded up to one of so many numbers up to twice a power of two."""
+    step = max(next_power_of_2(n) // (2 * STEPS), 1)
+    return -(-n // step) * step
+
+
+def _longest_keys(call: AttentionCall) -> int:
+    bound = support.key_bound(call)
+    if 0 < call.max_seqlen_k < bound or bound <= LEAST_UNSAID:
+        return max(min(call.max_seqlen_k or bound, bound), 1)
+    return math.isqrt(LEAST_UNSAID * bound)
+
+
 def way_of(call: AttentionCall, longest: int, reason: str | None) -> Way | None:
     """The way to run a call; None if no costs are known of any.
 
     longest: the hint max_seqlen_q, or 0
     reason: why Hopper's kernel cannot run the call; None if it can
     """
-    queries = _queries(call, longest)
-    if (kind := _kind(call, queries)) is None:
+    if not has_ways(call):
         return None
     if any(type(x) is not int for x in (call.batch, call.total_q, support.key_bound(call))):
         # a graph calls Hopper's kernel as an opaque node, which is planned when sizes are known
-        is_low = 0 < queries * call.group_size <= MOST_PORTABLE
+        is_low = 0 < longest * call.group_size <= MOST_PORTABLE
         return None if is_low or reason is not None else Way("", Form(is_cut=True, tiles="low"))
-    allowed = tuple(x for x, why in reasons(call, kind, queries, reason).items() if not why)
-    return named(ways.choose_way(kind, shape_of(call, queries, allowed))) if allowed else None
+    sizes = sizes_of(call, longest)
+    known, key = kind_of(call, _no_choices), (sizes, reason)
+    if (found := known.get(key)) is None:
+        shape = shape_of(call, sizes, reasons(call, sizes, reason))
+        found = (named(ways.choose_way(shape)) if shape.tiles else None,)
+        known.put(key, found)
+    return found[0]
+
+
+def _no_choices(call: AttentionCall) -> LRU:
+    """Classes of sizes -> the ways that calls take which differ in sizes alone."""
+    return LRU(MOST_CLASSES)
 
 
 def ranking(call: AttentionCall, longest: int, reason: str | None) -> dict[str, float | str]:
     """All ways to run a call: estimates in microseconds, the shortest first, then why others cannot
     run it."""
-    queries = _queries(call, longest)
-    if (kind := _kind(call, queries)) is None:
+    if not has_ways(call):
         return {}
-    why = reasons(call, kind, queries, reason)
-    shape, costs = shape_of(call, queries, tuple(x for x in why if not why[x])), ways.ways()[kind]
-    found = {x: round(math.exp(ways.score(x, costs[x], shape)), 1) for x, _ in shape.tiles}
+    sizes = sizes_of(call, longest)
+    why = reasons(call, sizes, reason)
+    scores = ways.scores(shape_of(call, sizes, why))
+    found = {x: round(math.exp(score), 1) for x, score in scores.items()}
     return dict(sorted(found.items(), key=lambda x: x[1])) | {x: y for x, y in why.items() if y}
 
 
-def _queries(call: AttentionCall, longest: int) -> int:
-    """The most queries of a sequence if all of them fit into a tile of one consumer, else 0."""
-    # if there are no more queries than sequences, all are decodes, whatever the hint says
-    queries = 1 if call.total_q <= call.batch else longest
-    return queries if queries * call.group_size <= BLOCK_M else 0
-
-
-def _kind(call: AttentionCall, queries: int) -> str | None:
-    """The kind of a call's ways, as in `ways.ways`; None if there are none."""
+def has_ways(call: AttentionCall) -> bool:
+    """Whether a call is of a kind whose ways may have costs."""
     if support.unsupported_device(call.q.device) is not None or call.is_batch_invariant:
-        return None
-    if call.block_table is None or call.layout is not None or call.q.itemsize > 2:
-        return None
-    # decodes of few heads are the portable kernel's, but costs are not known of all of its operands
-    if queries and _rows(call) <= MOST_PORTABLE and not _has_portable_costs(call):
-        return None
-    width = width_of(max(call.head_dim, call.head_dim_v))
-    kind = f"{'few' if queries else 'many'}/d{width}/b{call.k.itemsize}"
-    return kind if kind in ways.ways() and call.batch > 0 else None
-
-
-def _rows(call: AttentionCall) -> int:
-    """Rows of a tile that holds all queries of a sequence, and heads that share keys."""
-    return support.mean_length(call) * call.group_size
-
-
-def _has_portable_costs(call: AttentionCall) -> bool:
-    if portable.has_numbers_apart(call):
-        # with the costs of 8 bits alone, a decode of 32 sequences of 8192 keys would take 4 warps,
-        # and 192 us instead of 140
         return False
-    return call.q.dtype in support.IN_16_BITS and call.q_latent is None
+    is_paged = call.block_table is not None and call.layout is None
+    return is_paged and call.q.itemsize <= 2 and call.batch > 0
 
 
-def reasons(
-    call: AttentionCall, kind: str, queries: int, reason: str | None
-) -> dict[str, str | None]:
-    """For each way of a kind why it cannot run a call, or None."""
-    of_portable = None if _has_portable_costs(call) else "its costs are not known"
-    if queries and (rows := _rows(call)) > MOST_PORTABLE:
+def kind_of_ways(call: AttentionCall, sizes: Sizes) -> str:
+    """The kind of a call's ways, as in `ways.ways`."""
+    width = width_of(max(call.head_dim, call.head_dim_v))
+    return f"{'few' if sizes.is_few else 'many'}/d{width}/b{call.k.itemsize}"
+
+
+def reasons(call: AttentionCall, sizes: Sizes, reason: str | None) -> dict[str, str | None]:
+    """For each way of a call's kind why it cannot run it, or None. `reason`: why no way of Hopper's
+    kernel can."""
+    rows, of_portable = sizes.mean_length * call.group_size, None
+    # with the costs of 8 bits alone, scales by token would take 4 warps: a decode of 32 sequences
+    # of 8192 keys 192 us instead of 140
+    is_known = call.q.dtype in support.IN_16_BITS and call.q_latent is None
+    has_apart = portable.has_numbers_apart(call)
+    if has_apart or not is_known:
+        of_portable = "its costs are not known"
+    # with scales by token, drafts of 5 and 8 tokens took Hopper's kernel 1.2 and 1.5 times as long
+    if sizes.is_few and of_portable and (rows <= MOST_PORTABLE or has_apart):
+        return {}  # the portable kernel's, by its tables
+    if sizes.is_few and rows > MOST_PORTABLE:
         of_portable = f"a sequence has {rows} rows"
+    on_hopper = kind_of(call, _tiles_on_hopper)
     found: dict[str, str | None] = {}
-    for name in ways.ways()[kind]:
-        found[name] = of_portable if ways.is_portable(name) else reason
-        if not ways.is_portable(name) and reason is None:
-            found[name] = choices.unsupported_tiles(call, tiles_of(name))
-            if name.startswith("cut") and call.result_dtype == torch.float32:
-                found[name] = "parts are merged on the way to a result of 16 bits"
+    for name in ways.ways().get(kind_of_ways(call, sizes), {}):
+        if ways.is_portable(name):
+            found[name] = of_portable
+        else:
+            found[name] = reason or next((x for x in (on_hopper[name],) if type(x) is str), None)
     return found
 
 
-def tiles_of(name: str) -> str:
-    """The name of a way's tiles on Hopper, as in `choices.choose_tiles`."""
-    return name.partition(" ")[2] or "low"
+def _tiles_on_hopper(call: AttentionCall) -> dict[str, ways.Tile | str]:
+    """The tiles of each way of Hopper's kernel, or why a call with keys in pages cannot have
+    them."""
+    found: dict[str, ways.Tile | str] = {}
+    for name in {x for of in ways.ways().values() for x in of if not ways.is_portable(x)}:
+        why = choices.unsupported_tiles(call, form := _form(name))
+        if why is not None:
+            found[name] = why
+            continue
+        config, heads = choices.choose_tiles(call, form)
+        groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
+        tokens, rows = groups * (BLOCK_M // heads), groups * BLOCK_M
+        found[name] = ways.Tile(tokens, rows, call.num_heads // heads, config.BLOCK_N)
+    return found
 
 
-def shape_of(call: AttentionCall, queries: int, allowed: tuple[str, ...]) -> ways.Shape:
-    """What an estimate goes by, for the ways that are allowed."""
+def _portable_tiles(call: AttentionCall, sizes: Sizes) -> ways.Tile:
+    traits = portable.traits_of(call, target_of(call.q.device))
+    of_call = sizes.total_q, sizes.batch, sizes.bound
+    tiles = portable.choose_tiles(traits, *of_call, splits=SplitPlan())
+    # registers have room for so many warps
+    resident = min(tiles.config.resident, max(MOST_WARPS // tiles.config.num_warps, 1))
+    return ways.Tile(tiles.tokens, tiles.part_rows, tiles.grid[1], tiles.block_n, resident)
+
+
+def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> ways.Shape:
+    """What an estimate goes by, for the ways that `why` has no reason against."""
+    on_hopper, tiles = kind_of(call, _tiles_on_hopper), []
+    for name in (x for x in why if why[x] is None):
+        is_portable = ways.is_portable(name)
+        tile = _portable_tiles(call, sizes) if is_portable and not sizes.is_few else None
+        tiles.append((name, None if sizes.is_few else tile or on_hopper[name]))
     return ways.Shape(
-        batch=call.batch,
-        total_q=call.total_q,
+        kind=kind_of_ways(call, sizes),
+        batch=sizes.batch,
+        total_q=sizes.total_q,
         num_kv_heads=call.num_kv_heads,
         group_size=call.group_size,
-        queries=queries,
-        longest=_longest_keys(call),
+        queries=sizes.queries,
+        longest=sizes.longest,
         window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
         key_bytes=(call.k.shape[-1] + call.v.shape[-1]) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
-        tiles=tuple((x, None if queries else _tile(call, x)) for x in allowed),
+        tiles=tuple(tiles),
     )
-
-
-def _tile(call: AttentionCall, name: str) -> ways.Tile:
-    """The tiles of a way."""
-    if ways.is_portable(name):
-        sizes = call.total_q, call.batch, portable.key_bound(call)
-        traits = portable.traits_of(call, target_of(call.q.device))
-        tiles = portable.choose_tiles(traits, *sizes, splits=SplitPlan())
-        # registers have room for so many warps
-        resident = min(tiles.config.resident, max(MOST_WARPS // tiles.config.num_warps, 1))
-        return ways.Tile(tiles.tokens, tiles.part_rows, tiles.grid[1], tiles.block_n, resident)
-    config, heads = choices.choose_tiles(call, Form(tiles=tiles_of(name)))
-    groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
-    tokens, rows = groups * (BLOCK_M // heads), groups * BLOCK_M
-    return ways.Tile(tokens, rows, call.num_heads // heads, config.BLOCK_N)
-
-
-def _longest_keys(call: AttentionCall) -> int:
-    """The number of keys of the longest sequence: the hint max_seqlen_k if given, else a guess."""
-    bound = support.key_bound(call)
-    if 0 < call.max_seqlen_k < bound or bound <= LEAST_UNSAID:
-        return max(min(call.max_seqlen_k or bound, bound), 1)
-    return math.isqrt(LEAST_UNSAID * bound)
 
 
 def named(name: str) -> Way:
@@ -180,5 +230,9 @@ def named(name: str) -> Way:
         return Way(name, None)
     if ways.is_portable(name):
         return Way(name, None, ways.parse(name))
-    schedule = SCHEDULES[name.partition(" ")[0]]
-    return Way(name, schedule._replace(tiles=tiles_of(name)))
+    return Way(name, _form(name))
+
+
+def _form(name: str) -> Form:
+    schedule, _, tiles = name.partition(" ")
+    return SCHEDULES[schedule]._replace(tiles=tiles)

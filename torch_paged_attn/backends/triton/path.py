@@ -194,7 +194,7 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
     options = hopper.options_of(call, config, packed_heads, form)
     listed: tuple[int, ...] = (0,)
     if options.IS_LISTED:
-        listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, form))
+        listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options))
     programs = hopper.grid_of(call, options, form)
     found = {
         "queries_per_tile": options.ROW_GROUPS * options.TOKENS,

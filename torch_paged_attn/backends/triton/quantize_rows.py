@@ -77,6 +77,7 @@ class QuantizeOptions(NamedTuple):
     SOURCE_FORMAT: str
     CACHE_FORMAT: str
     LARGEST: float  # number of the cache's format
+    HAS_FMA: bool  # the interpreter rounds twice
     BLOCK_T: int  # tokens of a program
     BLOCK_H: int  # heads of each
     WIDTH: int  # see `written_slots.py`
@@ -95,31 +96,56 @@ def _load_rows(ptr, token, head, num_tokens, strides, DIM: tl.constexpr, OPTIONS
 
 
 @triton.jit
-def _write_rows(
-    x, ptr, scale_ptr, place, head, strides, DIM: tl.constexpr, OPTIONS: tl.constexpr
-):  # fmt: skip
-    """Write rows and their scales. `place`: page, offset in the page, whether the token writes."""
+def _encode(x, pointer_type: tl.constexpr, FORMAT: tl.constexpr):
+    """Numbers that are inside the format's range, but for a rounding, as they are stored."""
+    if FORMAT == "INT4":
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+        return encode_two(even, odd)
+    elif pointer_type == tl.int8:
+        # adding 1.5 * 2**23 rounds, and leaves the integer in the last bits
+        return (x + 12582912.0).to(tl.uint32, bitcast=True).to(tl.int8)
+    else:
+        return encode(x, pointer_type, FORMAT)
+
+
+@triton.jit
+def _quantize(x, pointer_type: tl.constexpr, OPTIONS: tl.constexpr):
+    """Rows as they are stored, and their scales."""
     FORMAT: tl.constexpr = OPTIONS.CACHE_FORMAT
     LARGEST: tl.constexpr = OPTIONS.LARGEST
-    page, offset, writes = place
-    head_offset = head.to(tl.int64)
     # the bits of sizes are ordered as sizes are, and NaN comes after all of them
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
     largest = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = tl.where(scale == 0.0, 1.0, scale)
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-    x = tl.clamp(x, -LARGEST, LARGEST)
+    # Without sizes at the ends of float32's range, a product with the inverse becomes the rounded
+    # quotient by one correction (P. Markstein, IBM J. Res. Dev. 34, 1990): the remainder is exact.
+    is_usual = (largest == 0.0) | ((largest > 2.0**-60) & (largest < 2.0**60))
+    if OPTIONS.HAS_FMA and tl.min(tl.ravel(is_usual).to(tl.int32), 0) == 1:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        inverse = tl.broadcast_to(inverse[:, :, None], x.shape)
+        quotient = x * inverse
+        rest = tl.fma(quotient, tl.broadcast_to(-scale[:, :, None], x.shape), x)
+        x = tl.fma(rest, inverse, quotient)
+    else:
+        x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
+        x = tl.clamp(x, -LARGEST, LARGEST)
+    return _encode(x, pointer_type, FORMAT), scale
+
+
+@triton.jit
+def _write_rows(
+    quantized, ptr, scale_ptr, place, head, strides, DIM: tl.constexpr, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """Write rows and their scales. `place`: page, offset in the page, whether the token writes."""
+    stored, scale = quantized
+    page, offset, writes = place
+    head_offset = head.to(tl.int64)
     exists = writes[:, None] & (head < OPTIONS.NUM_HEADS)[None, :]
     at = (page * strides.scale_page + offset * strides.scale_slot)[:, None]
     at += (head_offset * strides.scale_head)[None, :]
     tl.store(scale_ptr + at, scale, mask=exists)
-    STORED: tl.constexpr = DIM // 2 if FORMAT == "INT4" else DIM
-    if FORMAT == "INT4":
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
-        stored = encode_two(even, odd)
-    else:
-        stored = encode(x, ptr.dtype.element_ty, FORMAT)
+    STORED: tl.constexpr = DIM // 2 if OPTIONS.CACHE_FORMAT == "INT4" else DIM
     d = tl.arange(0, stored.shape[2])
     row = (page * strides.page + offset * strides.slot)[:, None]
     row += (head_offset * strides.cache_head)[None, :]
@@ -137,23 +163,30 @@ def _quantize_rows_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    gdc_wait(IS_DEPENDENT)
+    # The kernel that writes claims waits for all kernels before it, and this one starts after that:
+    # until claims are read, there is nothing else to wait for.
+    if pointers.claims is None:
+        gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
     head = tl.program_id(1) * OPTIONS.BLOCK_H + tl.arange(0, OPTIONS.BLOCK_H)
     slot = slots_of(pointers.slots, strides.slots, token, num_tokens, num_slots)
     # both loads are issued before anything waits for the slots
     key = _load_rows(pointers.key, token, head, num_tokens, strides.k, OPTIONS.DIM, OPTIONS)
     value = _load_rows(pointers.value, token, head, num_tokens, strides.v, OPTIONS.DIM_V, OPTIONS)
+    keys = _quantize(key, pointers.k_cache.dtype.element_ty, OPTIONS)
+    values = _quantize(value, pointers.v_cache.dtype.element_ty, OPTIONS)
+    if pointers.claims is not None:
+        gdc_wait(IS_DEPENDENT)
     writes = writes_of(
         token, slot, pointers.claims, pointers.slots, strides.slots, num_tokens, num_slots,
         OPTIONS.WIDTH,
     )  # fmt: skip
     place = slot // page_size, slot % page_size, writes
     _write_rows(
-        key, pointers.k_cache, pointers.k_scale, place, head, strides.k, OPTIONS.DIM, OPTIONS
+        keys, pointers.k_cache, pointers.k_scale, place, head, strides.k, OPTIONS.DIM, OPTIONS
     )
     _write_rows(
-        value, pointers.v_cache, pointers.v_scale, place, head, strides.v, OPTIONS.DIM_V, OPTIONS
+        values, pointers.v_cache, pointers.v_scale, place, head, strides.v, OPTIONS.DIM_V, OPTIONS
     )
 
 
@@ -186,6 +219,7 @@ def plan(
         SOURCE_FORMAT=stored_format(key.dtype, target),
         CACHE_FORMAT=stored_format(k_cache.dtype, target),
         LARGEST=LARGEST[k_cache.dtype],
+        HAS_FMA=target.arch != "interpreter",
         BLOCK_T=block_t,
         BLOCK_H=block_h,
         WIDTH=width_of(num_tokens),

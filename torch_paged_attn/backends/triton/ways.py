@@ -56,6 +56,7 @@ class Tile(NamedTuple):
 class Shape(NamedTuple):
     """What is known of a batch."""
 
+    kind: str  # of its ways, as in `ways`
     batch: int
     total_q: int
     num_kv_heads: int
@@ -119,6 +120,7 @@ class Division(NamedTuple):
     reads: float = 0.0  # keys of all tiles of queries, where these are many
 
 
+@functools.cache
 def parse(way: str) -> Config:
     """The tiles of a way of the portable kernel, such as "portable 128/4/3/2": keys of a tile,
     warps, stages, programs of a multiprocessor. With " all", all programs merge many parts."""
@@ -167,17 +169,20 @@ def guesses(shape: Shape) -> list[tuple[Lengths, ...]]:
     ]
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_way(kind: str, shape: Shape) -> str:
-    """The way with the shortest estimate, of those of the shape. `kind`: as in `ways`."""
-    costs = ways()[kind]
-    return min((way for way, _ in shape.tiles), key=lambda way: score(way, costs[way], shape))
+def choose_way(shape: Shape) -> str:
+    """The way with the shortest estimate, of those of the shape."""
+    found = scores(shape)
+    return min(found, key=found.__getitem__)
 
 
-def score(way: str, costs: Costs, shape: Shape) -> float:
-    """The logarithm of an estimate, the higher the less sure it is."""
-    found = [math.log(estimate(way, costs, shape, guess)) for guess in guesses(shape)]
-    return sum(found) / len(found) + CAUTION * costs.spread
+def scores(shape: Shape, table: dict[str, dict[str, Costs]] | None = None) -> dict[str, float]:
+    """The logarithms of estimates, the higher the less sure they are. `table`: of other costs."""
+    costs, of_shape = (table or ways()).get(shape.kind, {}), guesses(shape)
+    found = {}
+    for way, _ in shape.tiles:
+        logs = [math.log(estimate(way, costs[way], shape, guess)) for guess in of_shape]
+        found[way] = sum(logs) / len(logs) + CAUTION * costs[way].spread
+    return found
 
 
 def estimate(

@@ -34,6 +34,7 @@ from torch_paged_attn.integrations.flash_attn._results import (
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 from torch_paged_attn.ops._autocast import cast_early
 from torch_paged_attn.ops.accepted import as_int32
+from torch_paged_attn.ops.append_and_attend import check_rotary
 from torch_paged_attn.ops.append_slots import append_slots, positions
 
 
@@ -110,17 +111,11 @@ def flash_attn_with_kvcache(
     table = block_table
     if page_table is not None:
         table = one_of(name, block_table=block_table, page_table=page_table)
-    if (
-        rotary_cos
-        is rotary_sin
-        is cache_batch_idx
-        is cache_leftpad
-        is cu_seqlens_k_new
-        is qv
-        is out
-        is None
-    ):
-        left, right = both_sides(name, window_size)
+    if cache_batch_idx is cache_leftpad is qv is out is None:
+        # most calls have no window, and are compared with one that has none
+        left = right = -1
+        if window_size != (-1, -1):
+            left, right = both_sides(name, window_size)
         options: dict[str, Any] = {"causal": bool(causal)}
         if softmax_scale is not None:
             options["softmax_scale"] = softmax_scale
@@ -128,11 +123,11 @@ def flash_attn_with_kvcache(
             options["softcap"] = softcap
         if left >= 0 or right >= 0:
             options |= {"window_size_left": left, "window_size_right": right}
-        found = None
-        if k is v is None:
+        found, hint = None, None if cu_seqlens_q is None else max_seqlen_q
+        if k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is None:
             tensors = q, k_cache, v_cache, cache_seqlens
             others = table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale, v_descale
-            found = attend_in_one_call(tensors, others, options, max_seqlen_q)
+            found = attend_in_one_call(tensors, others, options, hint)
             if found is None:
                 found = attend_only(
                     *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
@@ -143,9 +138,18 @@ def flash_attn_with_kvcache(
                     v_descale=v_descale,
                     **options,
                 )
-        elif alibi_slopes is q_descale is cu_seqlens_q is None:
-            given = q, k_cache, v_cache, k, v, cache_seqlens, table
-            found = in_one_call(given, s_aux, (k_descale, v_descale), **options)
+        elif alibi_slopes is q_descale is None:
+            if rotary_cos is not None:
+                options["rotary_interleaved"] = bool(rotary_interleaved)
+            found = in_one_call(
+                (q, k_cache, v_cache, k, v, cache_seqlens),
+                (
+                    *(table, s_aux, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k_new),
+                    *(rotary_cos, rotary_sin),
+                ),
+                options,
+                hint,
+            )
         if found is not None:
             result, lse = found
             if cu_seqlens_q is None:
@@ -236,7 +240,7 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None and rotary_sin is not None:
             rotary = rotary_cos, rotary_sin, rotary_interleaved
             head_dim = min(shape[-1], new.k.shape[-1])
-            checks.check_rotary(rotary_cos, rotary_sin, capacity, head_dim)
+            check_rotary(name, rotary_cos, rotary_sin, capacity, head_dim)
             starts = seqused_k - new.lengths()
             position, _ = positions(starts, new.cu_seqlens, num_tokens)
             new = new._replace(k=rotate(new.k, position, *rotary))

@@ -44,6 +44,7 @@ from torch_paged_attn.backends.tpu.torch_side.tensors import (
 )
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
+from torch_paged_attn.ops.selected_pages import attend_pages
 
 INT32_MAX = 2**31 - 1
 
@@ -165,6 +166,13 @@ def blocksparse(*args: Any, run: Run | None = None, **options: Any) -> tuple[Ten
     return _attend(run, "blocksparse", args, options)
 
 
+def selected_attention(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """As in the op, of units that are pages."""
+    call = AttentionCall.selected_attention(*args, **options)
+    refuse_lacking(call, "tpu", OPTIONAL)
+    return attend_pages(call, "tpu", lambda pages: flash_varlen(run=run, **pages.given()))
+
+
 def flash_varlen_backward(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, ...]:
     """As in the op."""
     backward = BackwardCall.flash_varlen(*args, **options)
@@ -258,6 +266,7 @@ def register_torchax() -> None:
     ops: dict[Any, Callable[..., Any]] = {
         packets.flash_varlen.default: flash_varlen,
         packets.blocksparse.default: blocksparse,
+        packets.selected_attention.default: selected_attention,
         packets.reshape_and_cache.default: reshape_and_cache,
         packets.reshape_and_cache.split: reshape_and_cache_split,
         packets.merge_states.default: merge_states,

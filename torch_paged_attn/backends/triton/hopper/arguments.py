@@ -127,7 +127,6 @@ class Options(NamedTuple):
     PINGPONG: bool
     MOST_PARTS: int  # pieces of tiles, see `pieces.py`; 0 where none is cut
     COUNTERS: int  # words of the list of tiles before its entries, or of scratch memory
-    LETS_FOLLOW: bool  # the next kernel may start before this one ends
     IS_LISTED: bool = True  # tiles come from a list, the longest first
     IS_DEALT: bool = False  # each program finds its share of the keys (`dealt_work.py`)
     IS_NUMBERED: bool = False  # programs find tiles by their numbers (`numbered_tiles.py`)

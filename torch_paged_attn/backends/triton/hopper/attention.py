@@ -136,13 +136,9 @@ def plan_launches(
     out: Tensor | None,
     config: HopperConfig | None = None,
     form: Form = FORM,
-) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+) -> Callable[..., None]:
     """A plan that is given where the results go: tensors like `out` and its lse, or if that is None
     contiguous tensors of their own.
-
-    Another kernel, which does what `form.short` leaves to it, may start before this one ends. What
-    the plan returns, the list of tiles and other memory of this kernel's, is to be kept until that
-    is launched.
     """
     chosen, packed_heads = choices.choose_tiles(call, form)
     kind = _kind_of_launches(call, out, config or chosen, packed_heads, form)
@@ -154,9 +150,9 @@ def plan_launches(
     if options.IS_LISTED:
         list_tiles = plan_tile_list(
             *tiles.sizes_of_list(call),
-            tiles.tile_options_of(options, form),
+            tiles.tile_options_of(options),
             call.q.device,
-            tiles.chip_of(call, options) if options.MOST_PARTS or form.short else None,
+            tiles.chip_of(call, options) if options.MOST_PARTS else None,
         )
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None
@@ -177,9 +173,7 @@ def plan_launches(
     is_float32 = options.FLOAT32_COLUMNS > 0
     nothing = (None,) * len(MADE)
 
-    def start(
-        tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         entries = spans = tile_list = parts = held = None
         if build_lists is not None:
             entries, spans = build_lists(*pick_layout((*tensors, *nothing, None)))
@@ -206,7 +200,7 @@ def plan_launches(
                 *boxes_at(3, out_boxes, at_q if is_float32 else at_out),
                 pick((*addresses, lse.data_ptr(), *lists, at_parts, at_counters, at_out, None)),
             )
-            return tile_list, parts
+            return
         memory = (parts, None) if held is None else (held.parts, held.counters)
         q, k, v = tensors[:3]
         launch(
@@ -216,6 +210,5 @@ def plan_launches(
             out_boxes.at((q if is_float32 else out).data_ptr()),
             Pointers(*pick((*tensors, lse, tile_list, entries, spans, *memory, out, None))),
         )
-        return tile_list, parts
 
     return start

@@ -6,6 +6,8 @@ sequence; no tensor is read. Of calls with keys in pages, `kernels.py` chooses t
 
 from typing import NamedTuple
 
+import torch
+
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
@@ -32,7 +34,6 @@ class Form(NamedTuple):
     and cut into pieces where they are few; whole if they are named.
     """
 
-    short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns, without a list
     # tiles are found by their numbers, without a list, and not cut; where bits depend on a sequence
     # alone, tiles of few queries are cut in a number of stretches that the host says
@@ -124,15 +125,17 @@ def _for_operands(call: AttentionCall, name: str) -> str:
     return f"{name}, copied" if gathers(call) and f"{name}, copied" in FORWARD else name
 
 
-def unsupported_tiles(call: AttentionCall, name: str) -> str | None:
-    """Why a call with keys in pages cannot have tiles of this name; None if it can."""
-    width = width_of(call.head_dim)
+def unsupported_tiles(call: AttentionCall, form: Form) -> str | None:
+    """Why a call with keys in pages cannot have a form's tiles; None if it can."""
+    name, width = form.tiles, width_of(call.head_dim)
     if width not in FORWARD.get(_for_operands(call, name), {}):
         return f"there are none for heads of {width} of these types"
     if name == "low small" and call.window_size_left not in SMALL:
         return "no window hides keys"
     if name == "small" and gathers(call):
         return "rows of keys are copied into tiles of its own"
+    if form.is_cut and call.result_dtype == torch.float32:
+        return "parts are merged on the way to a result of 16 bits"
     return None
 
 

@@ -17,6 +17,7 @@ from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, spa
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline
 from torch_paged_attn.backends.triton.hopper.tma import (
     as_matrix,
+    async_load_pointers,
     is_in_atoms,
     load_page,
     load_rows,
@@ -244,7 +245,7 @@ class KvLoader:
         for i in gl.static_range(0, ROWS, STEP):
             row = gl.expand_dims(found.slice(i, STEP).load(gl.SliceLayout(1, layout)), 1)
             target = tile.slice(FIRST + i, STEP)
-            async_copy.async_copy_global_to_shared(target, columns + row * PIECE, row >= 0)
+            async_load_pointers(target, columns + row * PIECE, row >= 0)
         async_copy.mbarrier_arrive(barrier)
         mbarrier.arrive(barrier, count=1)
 

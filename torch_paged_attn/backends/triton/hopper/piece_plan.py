@@ -1,11 +1,9 @@
-"""What is decided on the device, from all lengths, before tiles are listed: whether short sequences
-are left to the kernel that comes next, and into pieces of how many keys tiles are cut, so that few
-or uneven ones fill the chip.
+"""What is decided on the device, from all lengths, before tiles are listed: into pieces of how many
+keys tiles are cut, so that few or uneven ones fill the chip.
 
-Both by the same estimate, in the time that a tile of queries takes for a tile of keys: what ends
-first of equal pieces in one wave after the other, or of pieces dealt out, the longest first, as
-programs get free. The next kernel reads every key once, whatever the queries are, but takes a while
-to begin and to end.
+The estimate is in the time that a tile of queries takes for a tile of keys: what ends first of
+equal pieces in one wave after the other, or of pieces dealt out, the longest first, as programs get
+free.
 """
 
 from typing import NamedTuple
@@ -25,8 +23,6 @@ SCANNED = tl.constexpr(128)
 # where all programs do
 TILE_COST = tl.constexpr(2.0)
 READ_COST = tl.constexpr(1.4)
-# reading by the next kernel, whose beginning and end are `Chip.next_cost`
-NEXT_READ_COST = tl.constexpr(1.25)
 
 # tiles of keys of the longest tile that may be cut: quotients are found in float32
 MOST_LENGTH = tl.constexpr(2**13)
@@ -49,9 +45,8 @@ class Chip(NamedTuple):
     units_per_tile: int  # heads, or groups of heads, that each have all tiles
     num_kv_heads: int
     window_left: int  # 2**30 where it hides nothing
-    # tiles of keys, in the time that another launch takes to begin and to end, that leaving a piece
-    # takes, that merging one takes, and the same where all programs merge
-    next_cost: float
+    # tiles of keys, in the time that leaving a piece takes, that merging one takes, and the same
+    # where all programs merge
     piece_cost: float
     merge_cost: float
     shared_cost: float
@@ -138,11 +133,9 @@ def _quotients(visited, longest):
 
 @triton.jit
 def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
-    """Queries of the longest sequence that is left to the next kernel (-1: there is none; 0: it has
-    padding only), and tiles of keys of the longest piece.
-    """
+    """Tiles of keys of the longest piece."""
     if OPTIONS.STRETCH > 0:
-        return -1, _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS)
+        return _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS)
     return _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS)
 
 
@@ -192,27 +185,21 @@ def _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexp
 @triton.jit
 def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
     """The same where pieces are about as long as each other."""
-    SHORT: tl.constexpr = OPTIONS.SHORT
     WEIGHED: tl.constexpr = OPTIONS.WEIGHED
     window_left = chip.window_left
     # by element, and only after a loop those of all: each sum or maximum of a program is a barrier
     longest = tl.zeros([SCANNED], tl.int32)
-    longest_short = tl.zeros([SCANNED], tl.int32)
     for b0 in tl.range(0, batch, SCANNED):
         query_len, key_len = _lengths_of(
             b0 + tl.arange(0, SCANNED), lengths, batch, total_q, max_keys, OPTIONS
         )
-        visited = _visited(query_len, key_len, window_left, OPTIONS)
-        is_short = query_len <= SHORT
-        longest = tl.maximum(longest, tl.where(is_short, 0, visited))
-        longest_short = tl.maximum(longest_short, tl.where(is_short, visited, 0))
-    longest, longest_short = tl.max(longest, 0), tl.max(longest_short, 0)
-    longest_all = tl.maximum(longest, longest_short)
+        longest = tl.maximum(longest, _visited(query_len, key_len, window_left, OPTIONS))
+    longest = tl.max(longest, 0)
 
-    none = tl.zeros([WEIGHED, TRIED], tl.int32)
-    entries, parts, entries_of_all, parts_of_all = none, none, none, none
-    nothing = tl.zeros([WEIGHED], tl.float32)
-    work, work_of_short, reads, reads_of_short = nothing, nothing, nothing, nothing
+    entries = tl.zeros([WEIGHED, TRIED], tl.int32)
+    parts = entries
+    work = tl.zeros([WEIGHED], tl.float32)
+    reads = work
     for b0 in tl.range(0, batch, WEIGHED):
         query_len, key_len = _lengths_of(
             b0 + tl.arange(0, WEIGHED), lengths, batch, total_q, max_keys, OPTIONS
@@ -222,40 +209,15 @@ def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
         if OPTIONS.IS_CAUSAL:
             first = tl.maximum(last - query_len // OPTIONS.BLOCK_N, 0)
         tiles = tl.cdiv(query_len, OPTIONS.TOKENS)
-        is_short = query_len <= SHORT
-        own = tiles.to(tl.float32) * (first + last).to(tl.float32) * 0.5
-        work += tl.where(is_short, 0.0, own)
-        reads += tl.where(is_short, 0, last).to(tl.float32)
-        long_tiles = tl.where(is_short, 0, tiles)
+        work += tiles.to(tl.float32) * (first + last).to(tl.float32) * 0.5
+        reads += last.to(tl.float32)
         cut = _quotients(last, longest)
-        each = long_tiles[:, None] * cut
+        each = tiles[:, None] * cut
         entries += each
         parts += tl.where(cut > 1, each, 0)
-        if SHORT > 0:
-            work_of_short += tl.where(is_short, own, 0.0)
-            reads_of_short += tl.where(is_short, last, 0).to(tl.float32)
-            cut = _quotients(last, longest_all)
-            each = tiles[:, None] * cut
-            entries_of_all += each
-            parts_of_all += tl.where(cut > 1, each, 0)
     entries, parts = tl.sum(entries, 0), tl.sum(parts, 0)
     work, reads = tl.sum(work, 0), tl.sum(reads, 0)
 
-    time = _time(entries, parts, work, reads, longest, chip, OPTIONS)
-    limit = tl.full([], -1, tl.int32)
-    chosen, of_chosen = tl.argmin(time, 0), longest
-    if SHORT > 0:
-        entries_of_all, parts_of_all = tl.sum(entries_of_all, 0), tl.sum(parts_of_all, 0)
-        work_of_short, reads_of_short = tl.sum(work_of_short, 0), tl.sum(reads_of_short, 0)
-        work_of_all, reads_of_all = work + work_of_short, reads + reads_of_short
-        of_all = _time(
-            entries_of_all, parts_of_all, work_of_all, reads_of_all, longest_all, chip, OPTIONS
-        )
-        of_next = NEXT_READ_COST * reads_of_short * chip.num_kv_heads / chip.programs
-        of_next += tl.where(reads_of_short > 0, chip.next_cost, 0.0)
-        is_one = tl.min(of_all, 0) <= tl.min(time, 0) + of_next
-        limit = tl.where(is_one, 0, SHORT)
-        chosen = tl.where(is_one, tl.argmin(of_all, 0), chosen)
-        of_chosen = tl.where(is_one, longest_all, longest)
-    length = tl.maximum(tl.cdiv(of_chosen, _number(chosen)), 1)
-    return limit, tl.where(chosen == 0, WHOLE, length)
+    chosen = tl.argmin(_time(entries, parts, work, reads, longest, chip, OPTIONS), 0)
+    length = tl.maximum(tl.cdiv(longest, _number(chosen)), 1)
+    return tl.where(chosen == 0, WHOLE, length)

@@ -291,8 +291,6 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     pointers, scalars = params.pointers, params.scalars
     key_loader = loader_of_keys(params, pipelines, OPTIONS, 0)
     wait_for_kernel_before()
-    if OPTIONS.LETS_FOLLOW:
-        let_next_kernel_start()
     programs = gl.num_programs(0)
     tile = 0
     n = 0

@@ -4,12 +4,12 @@ values are 512 wide and are the first columns of the keys.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.hopper.mla import HALF, ROPE
 from torch_paged_attn.backends.triton.hopper.mla_work import (
     HEAD_DIM,
@@ -46,8 +46,27 @@ COLUMN_BOXES = 2
 # heads of a tile (`selected_few_heads.py`), or BLOCK_M for more
 FEWEST_HEADS, FEW_HEADS = 8, 16
 
-# keys of a pair of blocks, and elements of the pieces that a thread copies
-PAIR, PIECE = 128, 8
+# keys of a pair of blocks, and bytes of the pieces that a thread copies
+PAIR, PIECE = 128, 16
+
+
+class ScaledForm(NamedTuple):
+    """What the kernel for latents of 8 bits has room for."""
+
+    stored: int  # groups of columns of 8 bits
+    converted: int  # groups of columns of 16 bits
+    converters: int  # groups of warps that convert; 0: consumers do
+    programs: int  # of a multiprocessor
+    registers: int  # of a consumer's thread
+
+
+# by heads of a tile; and the most heads of a call
+SCALED_FORMS = {
+    8: ScaledForm(8, 0, 0, 2, 184),
+    16: ScaledForm(7, 0, 0, 2, 200),
+    32: ScaledForm(4, 6, 1, 1, 0),
+}
+MOST_SCALED_HEADS = 0
 
 # with more tokens than this to each group of programs, all groups have a share
 FEW_TOKENS = 8
@@ -66,12 +85,16 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"select_size is {selection.select_size}"
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
+    has_scales = is_by_column(call.v_descale, v)
+    if has_scales:
+        if (reason := _unsupported_scales(call)) is not None:
+            return reason
+    elif q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     for name in DESCALES:
-        if getattr(call, name) is not None:
+        if getattr(call, name) is not None and not (has_scales and name == "v_descale"):
             return f"it has no {name}"
     if call.softcap:
         return "it has no softcap"
@@ -90,15 +113,42 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+def _unsupported_scales(call: AttentionCall) -> str | None:
+    """Why a call cannot take the kernel for latents of 8 bits; None if it can."""
+    q, k, v, scales = call.q, call.k, call.v, call.v_descale
+    assert scales is not None
+    # weights times scales need the range of bfloat16
+    if not (q.dtype == k.dtype == torch.bfloat16 and v.dtype == torch.float8_e4m3fn):
+        return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, with scales by column"
+    if call.q_latent is None:
+        return "q_latent is not given, with scales by column"
+    if call.num_heads > MOST_SCALED_HEADS:
+        return f"more than {MOST_SCALED_HEADS} heads, with scales by column"
+    if not _are_one_row(call) or _pieces(call, scales) != _pieces(call, v):
+        return "rope keys, latents and scales do not lie equally far apart"
+    if scales.stride(-1) != 1 or is_misaligned(scales, scales.dim() - 1):
+        return "v_descale is not aligned to 16 bytes"
+    return None
+
+
+def _pieces(call: AttentionCall, x: Tensor) -> tuple[int, int]:
+    """How many pieces of 16 bytes pages and slots of keys are apart."""
+    page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
+    return page * x.itemsize // PIECE, slot * x.itemsize // PIECE
+
+
 def _are_one_row(call: AttentionCall) -> bool:
     """Whether rows of keys lie as far apart as rows of values."""
-    return call.k.stride()[:-1] == call.v.stride()[:-1]
+    return _pieces(call, call.k) == _pieces(call, call.v)
 
 
 def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
-    heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), BLOCK_M)
+    has_scales = is_by_column(call.v_descale, call.v)
+    tiles = tuple(SCALED_FORMS) if has_scales else (FEWEST_HEADS, FEW_HEADS, BLOCK_M)
+    heads = next((n for n in tiles if call.num_heads <= n), tiles[-1])
+    form = SCALED_FORMS[heads] if has_scales else ScaledForm(0, 0, 0, 1, REGISTERS)
     return ListOptions(
         HEAD_TILES=cdiv(call.num_heads, heads),
         PAGE_SIZE=call.page_size,
@@ -108,11 +158,16 @@ def options_of(call: AttentionCall) -> ListOptions:
         HAS_ROPE=has_latent or call.head_dim > HEAD_DIM_V,
         IS_ONE_ROW=_are_one_row(call),
         ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
-        REGISTERS=REGISTERS,
+        REGISTERS=form.registers,
         # 8 heads take the time of the copies, which barriers slow down
         COLUMN_BOXES=1 if heads == FEWEST_HEADS else COLUMN_BOXES,
         PACKED_HEADS=heads,
         ROWS=heads,
+        HAS_SCALES=has_scales,
+        STAGES=form.stored,
+        CONVERTED=form.converted,
+        CONVERTERS=form.converters,
+        PROGRAMS=form.programs,
     )
 
 
@@ -126,7 +181,8 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
     """How many groups of programs there are; units of a token: its pairs of blocks, or one where no
     groups share a token; and float32 numbers of the workspace."""
     pairs, tokens = pairs_of(call), call.total_q
-    room = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
+    programs = options.PROGRAMS * target_of(call.q.device).multiprocessors
+    room = max(programs // options.HEAD_TILES, 1)
     if call.is_batch_invariant:
         return min(room, tokens), 1, 0
     groups = room if tokens > FEW_TOKENS * room else even_groups(tokens, room)
@@ -161,15 +217,11 @@ def scalars_of(call: AttentionCall) -> ListScalars:
     selection = call.selection
     assert selection is not None
 
-    def pieces(x: Tensor) -> tuple[int, int]:
-        page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
-        return page // PIECE, slot // PIECE
-
     return ListScalars(
         call.num_heads,
         selection.key_indices.stride(2),
-        *pieces(call.v),
-        *pieces(call.k),
+        *_pieces(call, call.v),
+        *_pieces(call, call.k),
         left=min(call.window_size_left, UNBOUNDED),
         right=min(call.window_right, UNBOUNDED),
         scale_log2=call.scale * LOG2E.value,
@@ -180,6 +232,12 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     """A function that launches the kernels for calls like this one, which have tensors of these
     names. It takes the given tensors, their addresses or None, and the tensors for results.
     """
+    from torch_paged_attn.backends.triton.hopper.selected_bytes_few_heads import (
+        _hopper_selected_bytes_few_heads_kernel,
+    )
+    from torch_paged_attn.backends.triton.hopper.selected_bytes_pairs import (
+        _hopper_selected_bytes_kernel,
+    )
     from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
         _hopper_selected_few_heads_kernel,
     )
@@ -194,20 +252,29 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    is_few = options.PACKED_HEADS <= FEW_HEADS
+    kernel = _hopper_selected_fwd_kernel
+    if options.HAS_SCALES and options.CONVERTERS == 0:
+        kernel = _hopper_selected_bytes_kernel
+    elif options.HAS_SCALES:
+        kernel = _hopper_selected_bytes_few_heads_kernel
+    elif options.PACKED_HEADS <= FEW_HEADS:
+        kernel = _hopper_selected_few_heads_kernel
+    # programs of eight warps share a multiprocessor's registers
+    most = {"maxnreg": 65536 // 256 // options.PROGRAMS} if options.PROGRAMS > 1 else {}
     launch = Launch(
-        _hopper_selected_few_heads_kernel if is_few else _hopper_selected_fwd_kernel,
+        kernel,
         (programs,),
         **sizes_of(call, units)._asdict(),
         scalars=scalars_of(call),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
+        **most,
     )
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
     # a tensor that is not given is the None behind the given ones
     places = {name: i for i, name in enumerate(given)}
-    named = "q_latent", "k", "v", *ListPointers._fields[5:]
+    named = "q_latent", "k", "v", *ListPointers._fields[5:-1], "v_descale"
     pick = operator.itemgetter(*(places.get(name, len(given)) for name in named))
     column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE
     column_bytes = column * call.k.itemsize

@@ -9,7 +9,7 @@ class ListPointers(NamedTuple):
     out: Any  # (total_q, num_heads, 512), contiguous
     lse: Any  # (num_heads, total_q) float32
     parts: Any  # workspace, as `mla_combine.py` describes it
-    latents: Any  # the values, which are the first 512 columns of the keys
+    latents: Any  # the values, which are 512 columns of the keys
     ropes: Any  # the other 64 columns of the keys
     key_indices: Any  # (total_q, 1, K)
     num_selected: Any
@@ -20,6 +20,7 @@ class ListPointers(NamedTuple):
     k_start: Any
     q_position: Any
     sinks: Any
+    scales: Any = None  # of each 128 columns of values, which have 8 bits then
 
 
 class ListSizes(NamedTuple):
@@ -71,6 +72,11 @@ class ListOptions(NamedTuple):
     ROWS: int = 64
     IS_CAUSAL: bool = False  # the lists hide keys
     OF_LISTS: bool = True
+    HAS_SCALES: bool = False  # the latents have 8 bits, and scales by column
+    STAGES: int = 0  # groups of columns of 8 bits that have room
+    CONVERTED: int = 0  # the same of 16 bits
+    CONVERTERS: int = 0  # groups of warps that convert them
+    PROGRAMS: int = 1  # of a multiprocessor
 
 
 class ListParams(NamedTuple):

@@ -43,7 +43,7 @@ LEAST_HEADS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def _products_layout(heads):
+def products_layout(heads):
     """Of scores, (KEYS, heads), and results, (HALF, heads)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, heads, 16])
 
@@ -69,9 +69,25 @@ def _add_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
 
 
 @gluon.jit
-def _thread_sums(p):
+def thread_sums(p):
     """(4, 8, heads): the part of a head's sum over keys that each thread adds up."""
     return gl.sum(gl.reshape(p, [4, 2, 8, p.shape[1]]), 1)
+
+
+@gluon.jit
+def fold_few(s, m_i, l_i, params):
+    """Fold scores of a block, (KEYS, heads), into the heads' references and partial sums. Returns
+    the weights, both, and the factors of earlier sums."""
+    m_new = gl.maximum(m_i, gl.max(s, 0) * params.scalars.scale_log2)
+    m_new = gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i)
+    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * params.scalars.scale_log2 - gl.expand_dims(shift, 0))
+    shrink = gl.exp2(m_i - shift)
+    sums = thread_sums(p)
+    of_sums = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout)))
+    l_i = l_i * gl.expand_dims(gl.expand_dims(of_sums, 0), 0) + sums
+    return p, m_new, l_i, shrink
 
 
 @gluon.jit
@@ -84,20 +100,12 @@ def _fold_block(
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     keys = pipelines.k
     result: gl.constexpr = low.type.layout
-    s = gl.zeros([KEYS, HEADS], gl.float32, _products_layout(HEADS))
+    s = gl.zeros([KEYS, HEADS], gl.float32, products_layout(HEADS))
     s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK)
     s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK + 1)
     s = warpgroup_mma_wait(0, deps=[s])
     s = pipelines.seen.hide(s, n, BLOCK, 1)
-    m_new = gl.maximum(m_i, gl.max(s, 0) * params.scalars.scale_log2)
-    m_new = gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i)
-    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * params.scalars.scale_log2 - gl.expand_dims(shift, 0))
-    shrink = gl.exp2(m_i - shift)
-    sums = _thread_sums(p)
-    of_sums = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout)))
-    l_i = l_i * gl.expand_dims(gl.expand_dims(of_sums, 0), 0) + sums
+    p, m_new, l_i, shrink = fold_few(s, m_i, l_i, params)
     probabilities.store(gl.permute(p.to(keys.halves.dtype), (1, 0)))
     fence_async_shared()
     thread_barrier()
@@ -124,34 +132,78 @@ def _fold_block(
     return m_new, l_i, low, high
 
 
+@gluon.constexpr_function
+def _stored_layout(columns):
+    """Of a part of the columns, (columns, heads), of which a thread has eight in a row."""
+    lanes = min(32, columns // 8)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, 4], [0, 1])
+
+
 @gluon.jit
-def _store_half(x, to, head, num_heads, W: gl.constexpr):
-    """Store half of the columns of a token's heads, (HALF, heads), as rows of 2 HALF each."""
+def _store_columns(x, to, head, num_heads, FIRST: gl.constexpr):
+    """Store columns of a token's heads, (columns, heads), from column FIRST on, as rows of 2 HALF
+    each."""
+    COLUMNS: gl.constexpr = x.shape[0]
     HEADS: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1])
+    layout: gl.constexpr = _stored_layout(COLUMNS)
     x = gl.convert_layout(x.to(to.dtype.element_ty), layout)
-    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     h = gl.arange(0, HEADS, gl.SliceLayout(0, layout))
     to += gl.expand_dims(h * (2 * HALF), 0) + gl.expand_dims(column, 1)
     gl.store(to, x, mask=gl.expand_dims(head + h < num_heads, 0))
 
 
 @gluon.jit
-def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
-    """Compute every tile of queries."""
+def finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr):
+    """Store a tile's result and lse, or its part. `values`: sums of equal parts of the columns."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    layout: gl.constexpr = _products_layout(HEADS)
-    by_head: gl.constexpr = gl.SliceLayout(0, layout)
+    COLUMNS: gl.constexpr = values[0].shape[0]
+    by_head: gl.constexpr = m_i.type.layout
     pointers, work_info = params.pointers, pipelines.work_info
     num_heads = params.scalars.num_heads
     h = gl.arange(0, HEADS, by_head)
+    token = work_info.get(tile, Q_START)
+    first_head = work_info.get(tile, HEAD)
+    part = work_info.get(tile, FIRST_PART)
+    head = first_head + h
+    exists = head < num_heads
+    total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), by_head)
+    if part >= 0:
+        programs = gl.num_programs(0)
+        references = pointers.parts + programs.to(gl.int64) * (2 * HEADS * 2 * HALF)
+        gl.store(references + part * (2 * HEADS) + h, m_i)
+        gl.store(references + part * (2 * HEADS) + HEADS + h, total)
+        parts = pointers.parts + part.to(gl.int64) * (HEADS * 2 * HALF)
+        for i in gl.static_range(len(values)):
+            _store_columns(values[i], parts, first_head, num_heads, i * COLUMNS)
+    else:
+        has_sink = exists & (work_info.get(tile, BATCH) < params.sizes.batch)
+        reference, total, gain = add_sink(m_i * LN2, total, head, has_sink, params)
+        lse = pointers.lse + head.to(gl.int64) * params.sizes.total_q + token
+        gl.store(lse, reference + gl.log2(total) * LN2, mask=exists)
+        share = gl.where(total > 0.0, gain / total, 0.0)
+        share = gl.expand_dims(
+            gl.convert_layout(share, gl.SliceLayout(0, values[0].type.layout)), 0
+        )
+        out = pointers.out + (token.to(gl.int64) * num_heads + first_head) * (2 * HALF)
+        for i in gl.static_range(len(values)):
+            _store_columns(values[i] * share, out, first_head, num_heads, i * COLUMNS)
+
+
+@gluon.jit
+def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
+    """Compute every tile of queries."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    layout: gl.constexpr = products_layout(HEADS)
+    by_head: gl.constexpr = gl.SliceLayout(0, layout)
+    work_info = pipelines.work_info
     n = 0
     tile = 0
     pipelines.q.wait(0)
     pairs = work_info.get(0, NUM_KV_TILES)
     while pairs > 0:
         m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
-        l_i = _thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
+        l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
         low = gl.zeros([HALF, HEADS], gl.float32, layout)
         high = gl.zeros([HALF, HEADS], gl.float32, layout)
         for _ in range(pairs):
@@ -163,29 +215,7 @@ def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
             )
             n += 1
         pipelines.q.release()
-        token = work_info.get(tile, Q_START)
-        first_head = work_info.get(tile, HEAD)
-        part = work_info.get(tile, FIRST_PART)
-        head = first_head + h
-        exists = head < num_heads
-        total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), by_head)
-        if part >= 0:
-            programs = gl.num_programs(0)
-            references = pointers.parts + programs.to(gl.int64) * (2 * HEADS * 2 * HALF)
-            gl.store(references + part * (2 * HEADS) + h, m_i)
-            gl.store(references + part * (2 * HEADS) + HEADS + h, total)
-            values = pointers.parts + part.to(gl.int64) * (HEADS * 2 * HALF)
-            _store_half(low, values, first_head, num_heads, 0)
-            _store_half(high, values, first_head, num_heads, 1)
-        else:
-            has_sink = exists & (work_info.get(tile, BATCH) < params.sizes.batch)
-            reference, total, gain = add_sink(m_i * LN2, total, head, has_sink, params)
-            lse = pointers.lse + head.to(gl.int64) * params.sizes.total_q + token
-            gl.store(lse, reference + gl.log2(total) * LN2, mask=exists)
-            share = gl.expand_dims(gl.where(total > 0.0, gain / total, 0.0), 0)
-            out = pointers.out + (token.to(gl.int64) * num_heads + first_head) * (2 * HALF)
-            _store_half(low * share, out, first_head, num_heads, 0)
-            _store_half(high * share, out, first_head, num_heads, 1)
+        finish_few(tile, m_i, l_i, (low, high), params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, NUM_KV_TILES)

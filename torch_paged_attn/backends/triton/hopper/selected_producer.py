@@ -20,7 +20,8 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     let_next_kernel_start,
     wait_for_kernel_before,
 )
-from torch_paged_attn.backends.triton.hopper.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import copy_stored_block
+from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -231,12 +232,12 @@ def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.cons
     half = keys.half(n, QUARTER)
     for i in gl.static_range(HALF // BOX):
         box = half.slice(i * BOX, BOX, dim=1)
-        async_copy.async_copy_global_to_shared(box, latents + i * BOX, is_seen)
+        async_load_pointers(box, latents + i * BOX, is_seen)
         if i % AT_ONCE == AT_ONCE - 1:
             if QUARTER % 2 == 1 and OPTIONS.HAS_ROPE and i == HALF // BOX - 1:
                 rope = keys.rope(n, QUARTER // 2)
                 ropes = pointers.ropes + _pieces_of(rows.rope)
-                async_copy.async_copy_global_to_shared(rope, ropes, is_seen)
+                async_load_pointers(rope, ropes, is_seen)
             barrier = keys.full_barrier(QUARTER, i // AT_ONCE)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
 
@@ -244,6 +245,15 @@ def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.cons
 @gluon.jit
 def _copy_block(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
     """Copy block number BLOCK of pair n, and say which of its keys are seen."""
+    if OPTIONS.HAS_SCALES:
+        copy_stored_block(n, rows, params, pipelines, BLOCK)
+    else:
+        _copy_latents(n, rows, params, pipelines, OPTIONS, BLOCK)
+
+
+@gluon.jit
+def _copy_latents(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
+    """The same of latents of 16 bits."""
     keys = pipelines.k
     keys.acquire(n, 2 * BLOCK)
     pipelines.seen.put(rows.is_seen, BLOCK)

@@ -124,8 +124,9 @@ def _factors_alone():
 def factors(apart):
     """The same, as values of the kernel."""
     program: gl.constexpr = _factors_alone()
-    kinds: gl.constexpr = (gl.float32, gl.float32)
-    return gl.inline_asm_elementwise(program, "=&f,=&f,f", [apart], kinds, True, 1)
+    return gl.inline_asm_elementwise(
+        program, "=&f,=&f,f", [apart], (gl.float32, gl.float32), True, 1
+    )
 
 
 @gluon.jit

@@ -59,20 +59,17 @@ class TileOptions(NamedTuple):
     OF_KEYS: bool = False  # tiles are of packed keys, and visit queries
     MOST_PARTS: int = 0  # pieces of tiles that are cut, of all heads; 0: none is
     COUNTERS: int = 0  # words before the entries, which begin as zeros
-    # another kernel does padding, and may do sequences of up to so many queries: see `pieces.py`
-    SHORT: int = 0
     PLACED: int = 16  # tiles that a program places
     # sequences that are looked at at a time: while tiles are placed, while it is found where they
     # are, and while pieces are planned
     LOOKED_AT: int = 32
     STARTS: int = 32
     WEIGHED: int = 16
-    WARPS: int = 4
     STRETCH: int = 0  # keys of the shortest piece, if pieces are stretches: see `stretches.py`
 
 
 # what is looked at at a time where no tile is cut
-UNCUT = {"PLACED": 8, "LOOKED_AT": 128, "STARTS": 256}
+UNCUT: dict[str, Any] = {"PLACED": 8, "LOOKED_AT": 128, "STARTS": 256}
 
 
 @triton.jit
@@ -177,14 +174,12 @@ def _spans(b, lengths, batch, total_q, total_k):
 
 
 @triton.jit
-def _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS: tl.constexpr):
-    """Of sequences: number of queries, as far as they have tiles here, number of keys, position of
-    the first query, and how many tokens the first tile lacks."""
+def _spans_of(other, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
+    """Of sequences: number of queries, number of keys, position of the first query, and how many
+    tokens the first tile lacks."""
     first_row, last_row = query_span(other, lengths[0], batch, total_q)
     length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
     length = tl.where(other <= batch, tl.maximum(length, 0), 0)
-    if OPTIONS.SHORT > 0:
-        length = tl.where((length > limit) & (other < batch), length, 0)
     _, keys = keys_of(other, lengths, batch, max_keys, OPTIONS.IS_PAGED)
     context_len = position_of_first(other, length, keys, lengths[4], batch)
     missing = _missing_tokens(context_len, OPTIONS.TOKENS, OPTIONS.IS_ALIGNED)
@@ -219,10 +214,9 @@ def _tile_order_kernel(
     LOOKED_AT: tl.constexpr = OPTIONS.LOOKED_AT
     STARTS: tl.constexpr = OPTIONS.STARTS
     cu_seqlens_q_ptr = lengths[0]
-    # sequences of up to so many queries are left out, and keys are cut in runs of so many tiles
-    limit, run = -1, 0
-    if IS_CUT or OPTIONS.SHORT > 0:
-        limit, run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
+    run = 0  # tiles of keys of the longest piece
+    if IS_CUT:
+        run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     # by element, and only after a loop those of all: each sum of a program is a barrier
     before = tl.zeros([PLACED, STARTS], tl.int32)
@@ -245,8 +239,6 @@ def _tile_order_kernel(
     first_token = tl.maximum(tile * tokens - missing, 0)
     stop_token = tl.minimum((tile + 1) * tokens - missing, query_len)
     exists = (tile >= 0) & (first_token < stop_token)
-    if OPTIONS.SHORT > 0:
-        exists = exists & (query_len > limit) & (b < batch)
     stop = key_len
     if OPTIONS.IS_CAUSAL:
         stop = tl.minimum(stop, context_len - missing + (tile + 1) * tokens)
@@ -264,31 +256,28 @@ def _tile_order_kernel(
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         length, keys, context, lacking = _spans_of(
-            other, lengths, batch, total_q, max_keys, limit, OPTIONS
+            other, lengths, batch, total_q, max_keys, OPTIONS
         )
-        # of decodes among few chunks, most have nothing here
-        is_any = True if OPTIONS.SHORT == 0 else tl.max(length, 0) > 0
-        if is_any:
-            each = tl.where(length > 0, tl.cdiv(length + lacking, tokens), 0)
-            spans = length[None, :], keys[None, :], context[None, :], lacking[None, :]
-            if IS_CUT:
-                cut = pieces_of(length, keys, run, chip, OPTIONS)
-                entries += each * cut
-                # a tile of so many pieces is as long as a piece, times that
-                more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, *sizes, OPTIONS)
-                least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, *sizes, OPTIONS)
-                weight = cut[None, :]
-                parts = tl.where(cut > 1, each * cut, 0)
-                part += tl.where(other[None, :] < b[:, None], parts[None, :], 0)
-            else:
-                entries += each
-                more = _tiles_from(cost[:, None] + 1, *spans, *sizes, OPTIONS)
-                least = _tiles_from(cost[:, None], *spans, *sizes, OPTIONS)
-                weight = 1
-            equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
-            first_equal = each[None, :] - least
-            own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
-            place += (more + equal_before + own) * weight
+        each = tl.where(length > 0, tl.cdiv(length + lacking, tokens), 0)
+        spans = length[None, :], keys[None, :], context[None, :], lacking[None, :]
+        if IS_CUT:
+            cut = pieces_of(length, keys, run, chip, OPTIONS)
+            entries += each * cut
+            # a tile of so many pieces is as long as a piece, times that
+            more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, *sizes, OPTIONS)
+            least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, *sizes, OPTIONS)
+            weight = cut[None, :]
+            parts = tl.where(cut > 1, each * cut, 0)
+            part += tl.where(other[None, :] < b[:, None], parts[None, :], 0)
+        else:
+            entries += each
+            more = _tiles_from(cost[:, None] + 1, *spans, *sizes, OPTIONS)
+            least = _tiles_from(cost[:, None], *spans, *sizes, OPTIONS)
+            weight = 1
+        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
+        first_equal = each[None, :] - least
+        own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
+        place += (more + equal_before + own) * weight
     place, part, entries = tl.sum(place, 1), tl.sum(part, 1), tl.sum(entries, 0)
 
     entry = tile_list_ptr + (ENTRY + OPTIONS.COUNTERS) + place * ENTRY
@@ -310,8 +299,6 @@ def _tile_order_kernel(
     if tl.program_id(0) == 0:
         tl.store(tile_list_ptr, 0)
         tl.store(tile_list_ptr + 1, entries)
-        if OPTIONS.SHORT > 0:
-            tl.store(tile_list_ptr + 2, limit)
         if IS_CUT:
             word = tl.arange(0, triton.next_power_of_2(OPTIONS.COUNTERS))
             tl.store(tile_list_ptr + ENTRY + word, 0, mask=word < OPTIONS.COUNTERS)
@@ -333,7 +320,7 @@ def _compiled_for(options: TileOptions) -> TileOptions:
     """The options that a kernel is compiled for. Where it only counts tiles, the two sizes of a
     tile are numbers of the launch: lists of a forward and a backward are made by one kernel.
     """
-    counts_only = not (options.MOST_PARTS or options.SHORT or options.IS_ALIGNED)
+    counts_only = not (options.MOST_PARTS or options.IS_ALIGNED)
     return options._replace(TOKENS=0, BLOCK_N=0) if counts_only else options
 
 
@@ -346,13 +333,12 @@ def plan_tile_list(
     chip: Chip | None = None,
 ) -> Callable[..., Tensor]:
     """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
-    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut, or left
-    to another kernel.
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut.
 
-    A list is a header (units of work claimed: 0, number of entries, queries of the longest sequence
-    that is left out), counters, and for each tile or piece of one: its sequence, its first token,
-    the sequence's first row and length, its first key and number of keys, the token after the
-    tile's last, and which piece it is. Of packed keys, `max_keys` rows, all are in tiles.
+    A list is a header (units of work claimed: 0, number of entries), counters, and for each tile or
+    piece of one: its sequence, its first token, the sequence's first row and length, its first key
+    and number of keys, the token after the tile's last, and which piece it is. Of packed keys,
+    `max_keys` rows, all are in tiles.
     """
     of_rows = max_keys if options.OF_KEYS else total_q
     tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
@@ -371,7 +357,7 @@ def plan_tile_list(
             block_n=options.BLOCK_N,
             chip=chip,
             OPTIONS=_compiled_for(options),
-            num_warps=options.WARPS,
+            num_warps=4,
             enable_fp_fusion=options.STRETCH == 0,
             **dependent_launch(target_of(device).overlaps_launches),
         )

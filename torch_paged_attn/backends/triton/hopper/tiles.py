@@ -10,7 +10,7 @@ description and sizes. No tensor is read.
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -60,9 +60,7 @@ from torch_paged_attn.ops.lacking import lacking
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
 
-# in tiles of keys, by width of a head: what another launch takes to begin and to end, what leaving
-# a piece of a tile takes, and what merging it takes
-NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
+# in tiles of keys, by width of a head: what leaving a piece of a tile takes, and merging it
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # of that, where parts are added up by several
@@ -104,10 +102,9 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
         return 0
     if form.is_numbered and call.is_batch_invariant:
         return _most_units(call)
-    is_whole = form.longest or form.is_numbered or (form.tiles and not form.is_cut)
-    if is_whole and not form.short:
+    if form.longest or form.is_numbered or (form.tiles and not form.is_cut):
         return 0
-    parts = most_parts(call, form.short > 0 or form.is_cut)
+    parts = most_parts(call, form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
 
 
@@ -141,7 +138,7 @@ def shares_parts(call: AttentionCall, parts: int, form: Form) -> bool:
     """Whether pieces of a tile are added up by all who left them, each some rows, and not by the
     last one to arrive (`shared_pieces.py`). Not for chunks whose tiles are many: these are in few
     pieces, and the code that shares costs the loop over keys some instructions."""
-    if parts == 0 or form.short:
+    if parts == 0:
         return False
     if call.is_batch_invariant:
         return form.is_cut
@@ -206,7 +203,6 @@ def options_of(
         PINGPONG=config.PINGPONG,
         MOST_PARTS=parts,
         COUNTERS=row_groups * parts,
-        LETS_FOLLOW=form.short > 0,
         IS_LISTED=not (form.longest or is_dealt or form.is_numbered),
         IS_DEALT=is_dealt,
         IS_NUMBERED=form.is_numbered,
@@ -335,7 +331,7 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     )
 
 
-def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
+def tile_options_of(options: Options) -> TileOptions:
     """What the kernel that lists the tiles is compiled for."""
     return TileOptions(
         IS_PAGED=options.PAGE_SIZE != 0 or options.IS_ROWS,
@@ -345,19 +341,9 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
         BLOCK_N=options.BLOCK_N,
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
-        SHORT=form.short,
         STRETCH=options.STRETCH,
-        **_form_of_list(options, form.short),
+        **({} if options.MOST_PARTS else UNCUT),
     )
-
-
-def _form_of_list(options: Options, short: int) -> dict[str, Any]:
-    """What is looked at at a time while tiles are listed, and by how many warps."""
-    if short:
-        return dict(PLACED=8, STARTS=128, WEIGHED=32, WARPS=8)
-    if options.MOST_PARTS:
-        return {}
-    return UNCUT
 
 
 def chip_of(call: AttentionCall, options: Options) -> Chip:
@@ -371,7 +357,6 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
         units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        next_cost=NEXT_COST[width] * units,
         piece_cost=PIECE_COST[width] * units,
         merge_cost=MERGE_COST[width] * units,
         shared_cost=MERGE_COST[width] * shared * units,

@@ -17,6 +17,7 @@ from triton._C import libtriton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -120,6 +121,10 @@ def plain_rows(dtype: torch.dtype, width: int, rows: int = 1) -> Boxes:
 # their names after Triton 3.6, and until then
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# the same of loads without a tensor map; 3.9 has the old name, too, which raises
+async_load_pointers = (
+    getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+)
 
 
 # Triton 3.6 has no function that has the accelerator add, but its builder has one

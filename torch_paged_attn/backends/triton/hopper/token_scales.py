@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 # tiles whose scales are kept. A consumer gives a tile of keys back before it has read the scales of
 # the values: with two stages of keys, the converter is at most two tiles ahead of these
-STAGES = gl.constexpr(4)
+SCALE_STAGES = gl.constexpr(4)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
 
 
@@ -18,7 +18,7 @@ OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
 def new_scales(BLOCK_N: gl.constexpr):
     """Room for the scales of some tiles, a row for keys and one for values."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape: gl.constexpr = [2 * STAGES, BLOCK_N]
+    shape: gl.constexpr = [2 * SCALE_STAGES, BLOCK_N]
     return gl.allocate_shared_memory(gl.float32, shape, layout)
 
 
@@ -60,12 +60,12 @@ def load_scales(start, keys, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def keep_scales(n, loaded, scales):
     """Leave the scales that belong to fill n of the keys."""
-    scales.index(n % STAGES * 2 + OF_KEYS).store(loaded[0])
-    scales.index(n % STAGES * 2 + OF_VALUES).store(loaded[1])
+    scales.index(n % SCALE_STAGES * 2 + OF_KEYS).store(loaded[0])
+    scales.index(n % SCALE_STAGES * 2 + OF_VALUES).store(loaded[1])
 
 
 @gluon.jit
 def scale_columns(x, n, scales, KIND: gl.constexpr):
     """x, (rows, keys), times the scales of fill n of the keys."""
-    row = scales.index(n % STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
+    row = scales.index(n % SCALE_STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
     return x * gl.expand_dims(row, 0)

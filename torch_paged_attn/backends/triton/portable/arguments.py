@@ -90,13 +90,12 @@ def pointers(
     formats: Formats,
     target: Target,
     results: tuple[Tensor, Tensor],
-    workspace: tuple[Tensor | None, Tensor | None, Tensor | None],
+    workspace: tuple[Tensor | None, Tensor | None],
 ) -> Pointers:
     """The pointers of a call.
 
     results: out and softmax_lse
-    workspace: partial results and counters, if tiles are shared by programs; and the tile list, if
-        another kernel runs at the same time
+    workspace: partial results and counters, if tiles are shared by programs
     """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
@@ -132,7 +131,6 @@ def pointers(
         tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
         k_start=call.k_start,
         q_position=call.q_position,
-        tile_list=workspace[2],
     )
 
 
@@ -316,7 +314,6 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         BLOCK_MERGED=merged * config.num_warps,
         IS_MERGED_BY_ALL=tiles.is_merged_by_all,
         FIXED_UNITS=tiles.fixed_units,
-        IS_BESIDE=tiles.is_beside,
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,

@@ -79,15 +79,6 @@ def plan_attention(
     return kind.plan(call, tiles)
 
 
-def plan_beside(call: AttentionCall) -> Callable[..., None]:
-    """A plan for a launch that runs at the same time as the kernel before it, and computes the
-    tiles which that leaves. It takes tensors, addresses, the two results, and the tile list.
-    """
-    kind = kind_of(call, Kind)
-    sizes = call.total_q, call.batch, key_bound(call)
-    return kind.plan_beside(call, choose_tiles(kind.traits, *sizes, is_beside=True))
-
-
 class Kind:
     """What calls share that differ in sizes only: traits, and launches for each kind of tiles."""
 
@@ -121,25 +112,6 @@ class Kind:
 
         return run
 
-    def plan_beside(self, call: AttentionCall, tiles: Tiles) -> Callable[..., None]:
-        """The plan of `plan_beside`."""
-        kind, launch, scratch = self._launch(call, tiles)
-        pick = kind.pick
-        assert scratch is not None
-
-        def start(
-            tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor, tile_list: Tensor
-        ) -> None:
-            held = scratch()
-            if launch.is_ready and addresses is not None:
-                made = out.data_ptr(), lse.data_ptr(), *held.addresses, tile_list.data_ptr()
-                launch.start(pick((*addresses, *made, None)))
-            else:
-                memory = held.parts, held.counters, tile_list
-                launch(kind.pointers((*tensors, out, lse, *memory, None)))
-
-        return start
-
     def _launch(
         self, call: AttentionCall, tiles: Tiles
     ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
@@ -165,16 +137,11 @@ class LaunchKind:
     def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
         formats = formats_of(call, target, tiles.is_paired)
         out, lse = call.new_results()
-        tile_list = None
-        if tiles.is_beside:
-            tile_list = torch.empty(0, dtype=torch.int32, device=call.q.device)
-        workspace = None, None, tile_list
-        pointers = arguments.pointers(call, formats, target, (out, lse), workspace)
+        pointers = arguments.pointers(call, formats, target, (out, lse), (None, None))
         self._out_shape, self._num_heads = out.shape[1:], call.num_heads
         self._out_dtype, self._device = out.dtype, call.q.device
         self._stored = [x if x is None else x.dtype for x in pointers]
-        made = ["parts", "counters"] + ["tile_list"] * tiles.is_beside
-        self.pick = _picker(list(call.given_tensors()), made, pointers)
+        self.pick = _picker(list(call.given_tensors()), ["parts", "counters"], pointers)
         self._strides = arguments.strides(call, pointers)
         self._scalars = arguments.scalars(call, formats, tiles)
         self._options = arguments.options(call, formats, tiles, target)

@@ -71,8 +71,7 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
 @triton.jit
 def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The program computes a piece of the keys of all tiles (`work_info.py`), and helps to merge
-    the tiles that it shares with others (`combine.py`). With IS_BESIDE, another kernel computes the
-    sequences with more than `lengths.limit` queries.
+    the tiles that it shares with others (`combine.py`).
     """
     # heads are the fastest grid dimension: neighbouring programs read whole tokens of a cache
     head_program = tl.program_id(0)
@@ -120,24 +119,16 @@ def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.conste
 @triton.jit
 def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The kernel's body, also of the kernel in torch.compile's graphs (`graph_kernel.py`)."""
-    limit = 0
-    if OPTIONS.IS_BESIDE:
-        limit = tl.load(pointers.tile_list + 2)
     # if a function's result is part of an address that is written to, torch.compile assumes that
     # all pointers among its arguments are written to; so these functions get only the lengths
-    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position limit")(
+    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position")(
         cu_seqlens_q=pointers.cu_seqlens_q,
         cu_seqlens_k=pointers.cu_seqlens_k,
         seqused_k=pointers.seqused_k,
         k_start=pointers.k_start,
         q_position=pointers.q_position,
-        limit=limit,
     )
-    if OPTIONS.IS_BESIDE:
-        padding = tl.load(pointers.cu_seqlens_q + sizes.batch) < sizes.total_q
-        if (limit > 0) | padding:
-            _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
-    elif OPTIONS.IS_SPLIT:
+    if OPTIONS.IS_SPLIT:
         _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
     elif OPTIONS.GAP == 0:
         _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS)
@@ -165,8 +156,7 @@ def _attention_fwd_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    # with IS_BESIDE, wait for the other kernel only at the end
-    gdc_wait(IS_DEPENDENT and not OPTIONS.IS_BESIDE)
+    gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
         stride_table=stride_table,
         stride_crow_batch=stride_crow_batch,
@@ -181,8 +171,3 @@ def _attention_fwd_kernel(
         nnz=nnz,
     )
     attend_batch(pointers, strides, sizes, scalars, OPTIONS)
-    if OPTIONS.IS_BESIDE:
-        # the next kernel of the stream then waits for both
-        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
-        if is_first:
-            gdc_wait(IS_DEPENDENT)

@@ -49,7 +49,6 @@ def _graph_attention_fwd_kernel(
     tail_mask_ptr,
     k_start_ptr,
     q_position_ptr,
-    tile_list_ptr,
     scale,
     factor,
     softcap,
@@ -64,7 +63,7 @@ def _graph_attention_fwd_kernel(
     pointers = named(
         "q k v out lse parts counters cu_seqlens_q cu_seqlens_k seqused_k block_table crow col bias"
         " alibi sinks q_descale k_descale v_descale out_scale rng q_latent tail_mask k_start"
-        " q_position tile_list"
+        " q_position"
     )(
         q=q_ptr,
         k=k_ptr,
@@ -91,7 +90,6 @@ def _graph_attention_fwd_kernel(
         tail_mask=tail_mask_ptr,
         k_start=k_start_ptr,
         q_position=q_position_ptr,
-        tile_list=tile_list_ptr,
     )
     # Inductor passes Python floats as float64
     if softcap is not None:

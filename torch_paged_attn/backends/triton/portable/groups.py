@@ -36,7 +36,6 @@ class Pointers(NamedTuple):
     tail_mask: Any
     k_start: Any
     q_position: Any
-    tile_list: Any  # which tiles the kernel before, that runs at the same time, computes
 
 
 class Strides(NamedTuple):
@@ -148,7 +147,6 @@ class Options(NamedTuple):
     BLOCK_MERGED: int
     IS_MERGED_BY_ALL: bool  # many parts of a tile are merged by several programs
     FIXED_UNITS: int
-    IS_BESIDE: bool  # another kernel computes the tiles in `tile_list` at the same time
     SEARCH_WIDTH: int
     IS_ONE_LOOK: bool
     Q_FORMAT: str

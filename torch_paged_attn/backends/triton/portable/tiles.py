@@ -141,14 +141,13 @@ class Tiles:
     fixed_units: int  # if not 0, every piece has so many units
     search_width: int  # sequences that a program reads at a time to find its work
     is_one_look: bool  # whether that is the whole batch
-    is_beside: bool = False  # another kernel computes the long sequences at the same time
 
     def of_kernel(self) -> tuple[Any, ...]:
         """Everything but the grid, as a key: a kernel does not depend on the grid."""
         return (
             self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
-            self.is_split, self.min_units, self.fixed_units, self.is_beside, self.search_width,
-            self.is_one_look, self.is_merged_by_all,
+            self.is_split, self.min_units, self.fixed_units, self.search_width, self.is_one_look,
+            self.is_merged_by_all,
         )  # fmt: skip
 
     @property
@@ -182,20 +181,18 @@ def choose_tiles(
     key_bound: int,
     config: Config | None = None,
     splits: SplitPlan | None = None,
-    is_beside: bool = False,
     longest: int = 0,
 ) -> Tiles:
     """The tiles of a call of these sizes.
 
     key_bound: see the function of this name
     config, splits: instead of those that tables and rules give
-    is_beside: another kernel computes the long sequences; most of the others have one query
     longest: if not 0, max_seqlen_q: the programs of a sequence take its tiles in turns
     """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads that visit different blocks cannot share a tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
-    mean = 1 if is_beside else -(-total_q // max(batch, 1))
+    mean = -(-total_q // max(batch, 1))
     if config is None and longest:
         config = choose_config_in_turns(traits.head_dim)
     elif config is None:
@@ -221,7 +218,7 @@ def choose_tiles(
     # a tile may have fewer rows than the group has heads
     pack = min(pack, config.BLOCK_M)
     tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
-    is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not is_beside
+    is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant
     if not has_layout and is_even and not longest:
         # probably all sequences have this number of queries; more rows would only make merging slow
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
@@ -235,7 +232,7 @@ def choose_tiles(
     if splits is None and traits.is_invariant:
         splits = plan_fixed_splits(grid_tiles, key_bound)
     elif splits is None:
-        busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
+        busy = max(min(batch, total_q), total_q // tokens)
         slots = config.resident * target.multiprocessors
         rows = next_power_of_2(tokens * pack)
         is_decode = config.BLOCK_M <= 64
@@ -264,7 +261,6 @@ def choose_tiles(
         is_split=is_split,
         min_units=-(-splits.min_keys // block_n),
         fixed_units=splits.fixed_keys // block_n,
-        is_beside=is_beside,
         search_width=search_width,
         is_one_look=looked_at <= search_width,
     )

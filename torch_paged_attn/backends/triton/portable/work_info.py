@@ -38,9 +38,8 @@ def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit
 def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
-    """What `sequence_at` returns of sequences b; the number of tiles of queries (0 if another
-    kernel computes the sequence); and the number of units of each tile: at least one, and with
-    FIXED_UNITS a multiple of that.
+    """What `sequence_at` returns of sequences b; the number of tiles of queries; and the number of
+    units of each tile: at least one, and with FIXED_UNITS a multiple of that.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     left = scalars.left
@@ -50,8 +49,6 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
     query_len, key_len = sequence.query_len, sequence.key_len
     lead = (sequence.past & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
-    if OPTIONS.IS_BESIDE:
-        tiles = tl.where((query_len <= lengths.limit) | (b >= sizes.batch), tiles, 0)
     reach = key_len
     if OPTIONS.HAS_LEFT:
         if lengths.q_position is None and OPTIONS.KEY_RANKS == 1:
