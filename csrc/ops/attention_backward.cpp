@@ -16,104 +16,13 @@
 namespace paged_attn {
 namespace {
 
-// In the order of the schemas, as AttentionArguments.
-struct BackwardArguments {
-  Arguments& next;
-  Form form;
-
-  bool has_layout = form == Form::layout, has_lists = form == Form::lists;
-  TensorView dout = next.tensor();
-  TensorView dlse = next.optional_tensor();
-  TensorView q = next.tensor();
-  TensorView k = next.tensor();
-  TensorView v = next.tensor();
-  TensorView crow_indices = has_layout ? next.tensor() : TensorView();
-  TensorView col_indices = has_layout ? next.tensor() : TensorView();
-  TensorView key_indices = has_lists ? next.tensor() : TensorView();
-  TensorView out = next.tensor();
-  TensorView softmax_lse = next.tensor();
-  TensorView cu_seqlens_q = next.tensor();
-  TensorView cu_seqlens_k = next.optional_tensor();
-  int64_t max_seqlen_q = next.integer();
-  int64_t max_seqlen_k = next.integer();
-  TensorView seqused_k = next.optional_tensor();
-  TensorView num_selected = has_lists ? next.optional_tensor() : TensorView();
-  TensorView attn_bias = has_lists ? TensorView() : next.optional_tensor();
-  TensorView alibi_slopes = has_lists ? TensorView() : next.optional_tensor();
-  TensorView sinks = next.optional_tensor();
-  TensorView rng_state = has_lists ? TensorView() : next.optional_tensor();
-  TensorView tail_mask = has_lists ? TensorView() : next.optional_tensor();
-  TensorView k_start = next.optional_tensor();
-  TensorView q_position = next.optional_tensor();
-  int64_t q_block_size = has_layout ? next.integer() : 0;
-  int64_t k_block_size = has_layout ? next.integer() : 0;
-  int64_t select_size = has_lists ? next.integer() : 0;
-  std::optional<double> softmax_scale = next.optional_number();
-  bool causal = next.boolean();
-  int64_t window_size_left = next.integer();
-  int64_t window_size_right = next.integer();
-  double softcap = next.number();
-  double dropout_p = has_lists ? 0 : next.number();
-  bool deterministic = next.boolean();
-  int64_t key_ranks = has_lists ? 1 : next.integer();
-  int64_t key_rank = has_lists ? 0 : next.integer();
-  int64_t key_interleave = has_lists ? 1 : next.integer();
-  std::array<bool, 5> output_mask = next.mask();
-
-  // The call whose backward this is.
-  AttentionArguments forward() const {
-    return {.next = next,
-            .form = form,
-            .q = q,
-            .k = k,
-            .v = v,
-            .crow_indices = crow_indices,
-            .col_indices = col_indices,
-            .key_indices = key_indices,
-            .cu_seqlens_q = cu_seqlens_q,
-            .cu_seqlens_k = cu_seqlens_k,
-            .max_seqlen_q = max_seqlen_q,
-            .max_seqlen_k = max_seqlen_k,
-            .seqused_k = seqused_k,
-            .block_table = TensorView(),
-            .num_selected = num_selected,
-            .attn_bias = attn_bias,
-            .alibi_slopes = alibi_slopes,
-            .sinks = sinks,
-            .q_descale = TensorView(),
-            .k_descale = TensorView(),
-            .v_descale = TensorView(),
-            .out_scale = TensorView(),
-            .rng_state = rng_state,
-            .q_latent = TensorView(),
-            .tail_mask = tail_mask,
-            .k_start = k_start,
-            .q_position = q_position,
-            .q_block_size = q_block_size,
-            .k_block_size = k_block_size,
-            .select_size = select_size,
-            .softmax_scale = softmax_scale,
-            .causal = causal,
-            .window_size_left = window_size_left,
-            .window_size_right = window_size_right,
-            .softcap = softcap,
-            .dropout_p = dropout_p,
-            .out_dtype = std::nullopt,
-            .deterministic = deterministic,
-            .batch_invariant = false,
-            .key_ranks = key_ranks,
-            .key_rank = key_rank,
-            .key_interleave = key_interleave};
-  }
-};
-
-bool accept(const BackwardArguments& x, Backward& b) {
+bool accept(const AttentionArguments& x, Backward& b) {
   Attention& a = b.forward;
-  if (x.k.dim != 3 || !accept_attention(x.forward(), a)) return false;
+  if (x.k.dim != 3 || !accept_attention(x, a)) return false;
   if (a.q_dtype > DType::float16 || a.kv_dtype != a.q_dtype) return false;
   // no kernel: backends/cpu/__init__.py says so
   if (a.layout.crow && x.key_ranks > 1) return false;
-  for (const TensorView* t : {&x.dout, &x.out})
+  for (const TensorView* t : {&x.dout, &x.forward_out})
     if (t->dtype != a.q_dtype || !t->has_shape({a.total_q, a.num_heads, a.head_dim_v}))
       return false;
   for (const TensorView* t : {&x.softmax_lse, &x.dlse})
@@ -223,7 +132,7 @@ class SharedKeys {
 
 void backward(const char* op, Form form, StableIValue* stack, uint64_t num_args) {
   Arguments arguments(op, stack, num_args);
-  const BackwardArguments x = {arguments, form};
+  const AttentionArguments x = {arguments, form, /*is_backward=*/true};
   Backward b = {};
   if (arguments.recorded(arguments.are_readable() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
@@ -252,7 +161,7 @@ void backward(const char* op, Form form, StableIValue* stack, uint64_t num_args)
   b.part_rows = shared.first_rows();
   b.dbias = has_dbias ? dbias.mutable_data_ptr() : nullptr;
 
-  const Tensor dout = with_contiguous_rows(x.dout), out = with_contiguous_rows(x.out);
+  const Tensor dout = with_contiguous_rows(x.dout), out = with_contiguous_rows(x.forward_out);
   const TensorView dout_view(dout.get()), out_view(out.get());
   b.dout = dout_view.data();
   b.dout_stride_token = dout_view.stride(0);

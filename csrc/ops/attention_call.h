@@ -13,14 +13,17 @@ enum class Form {
   lists      // selected_attention
 };
 
-// Members are initialised in the order in which they stand here, which is that of the schemas: a
-// new argument is one line.
+// The arguments of an op, or of its backward. Members are initialised in the order in which they
+// stand here, which is that of the schemas: a new argument is one line.
 struct AttentionArguments {
   Arguments& next;
   Form form;
+  bool is_backward = false;
 
   bool has_out = form == Form::into_out, has_layout = form == Form::layout;
   bool has_lists = form == Form::lists;
+  TensorView dout = is_backward ? next.tensor() : TensorView();
+  TensorView dlse = is_backward ? next.optional_tensor() : TensorView();
   TensorView out = has_out ? next.tensor() : TensorView();
   TensorView q = next.tensor();
   TensorView k = next.tensor();
@@ -28,22 +31,24 @@ struct AttentionArguments {
   TensorView crow_indices = has_layout ? next.tensor() : TensorView();
   TensorView col_indices = has_layout ? next.tensor() : TensorView();
   TensorView key_indices = has_lists ? next.tensor() : TensorView();
+  TensorView forward_out = is_backward ? next.tensor() : TensorView();
+  TensorView softmax_lse = is_backward ? next.tensor() : TensorView();
   TensorView cu_seqlens_q = next.tensor();
   TensorView cu_seqlens_k = next.optional_tensor();
   int64_t max_seqlen_q = next.integer();
   int64_t max_seqlen_k = next.integer();
   TensorView seqused_k = next.optional_tensor();
-  TensorView block_table = next.optional_tensor();
+  TensorView block_table = is_backward ? TensorView() : next.optional_tensor();
   TensorView num_selected = has_lists ? next.optional_tensor() : TensorView();
   TensorView attn_bias = has_lists ? TensorView() : next.optional_tensor();
   TensorView alibi_slopes = has_lists ? TensorView() : next.optional_tensor();
   TensorView sinks = next.optional_tensor();
-  TensorView q_descale = next.optional_tensor();
-  TensorView k_descale = next.optional_tensor();
-  TensorView v_descale = next.optional_tensor();
-  TensorView out_scale = next.optional_tensor();
+  TensorView q_descale = is_backward ? TensorView() : next.optional_tensor();
+  TensorView k_descale = is_backward ? TensorView() : next.optional_tensor();
+  TensorView v_descale = is_backward ? TensorView() : next.optional_tensor();
+  TensorView out_scale = is_backward ? TensorView() : next.optional_tensor();
   TensorView rng_state = has_lists ? TensorView() : next.optional_tensor();
-  TensorView q_latent = next.optional_tensor();
+  TensorView q_latent = is_backward ? TensorView() : next.optional_tensor();
   TensorView tail_mask = has_lists ? TensorView() : next.optional_tensor();
   TensorView k_start = next.optional_tensor();
   TensorView q_position = next.optional_tensor();
@@ -57,12 +62,13 @@ struct AttentionArguments {
   double softcap = next.number();
   double dropout_p = has_lists ? 0 : next.number();
   std::optional<DType> out_dtype =
-      has_out ? std::optional<DType>() : next.optional_dtype();
+      has_out || is_backward ? std::optional<DType>() : next.optional_dtype();
   bool deterministic = next.boolean();  // the backward's alone
-  bool batch_invariant = next.boolean();
+  bool batch_invariant = is_backward ? false : next.boolean();
   int64_t key_ranks = has_lists ? 1 : next.integer();
   int64_t key_rank = has_lists ? 0 : next.integer();
   int64_t key_interleave = has_lists ? 1 : next.integer();
+  std::array<bool, 5> output_mask = is_backward ? next.mask() : std::array<bool, 5>();
 
   // Whether k and v may be int4, and have a scale for each token.
   bool takes_token_scales = true;

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import compile_commands
 import pytest
 import setuptools
 from setuptools.command.build_ext import build_ext
@@ -245,3 +246,16 @@ def test_an_old_torch_is_refused(setup, monkeypatch, tmp_path):
     monkeypatch.setenv("PAGED_ATTN_TORCH", str(tmp_path))
     with pytest.raises(SystemExit, match=r"is too old; install torch 2\.11"):
         setup["torch_folder"]()
+
+
+@pytest.mark.skipif(not COMPILERS, reason="needs a compiler")
+def test_editors_know_how_each_file_is_compiled(setup):
+    known = {entry["file"]: entry for entry in compile_commands.commands()}
+    others = {f"csrc/isa/{path.name}" for path in ROOT.glob("csrc/isa/*.cpp")}
+    others -= {f"csrc/isa/{isa}.cpp" for isa in setup["ISA_FLAGS"]}
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cpp")}
+    assert {*known} == files - others
+    for file in ("csrc/dispatch.cpp", "csrc/ops/announce.cpp", "csrc/isa/generic.cpp"):
+        entry = known[file]
+        command = [COMPILERS[0], *entry["arguments"][1:], "-fsyntax-only"]
+        subprocess.run(command, cwd=entry["directory"], check=True)

@@ -185,7 +185,7 @@ FAULTS = (
     ),
     Fault(
         "padding tokens see sinks",
-        "row_scalars.py",
+        "tables.py",
         "is_padding | (sinks",
         "(sinks",
         suite("padding_rows"),

@@ -265,7 +265,7 @@ FAULTS = (
     ),
     Fault(
         "a program without items loads nothing",
-        "work_info.py",
+        "tables.py",
         "% (len(items) // programs) == 0",
         "% (len(items) // programs) < 0",
         LAUNCHES,

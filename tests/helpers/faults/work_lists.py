@@ -15,7 +15,7 @@ FAULTS = (
     ),
     Fault(
         "heads that share a gather get the first one's keys",
-        "work_info.py",
+        "tables.py",
         "* rows[0].rows_of_head",
         "* 0",
         SHARED,

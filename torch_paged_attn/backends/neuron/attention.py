@@ -16,13 +16,11 @@ from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
 from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
 from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
-from torch_paged_attn.backends.neuron.philox import philox_words
 from torch_paged_attn.backends.neuron.plan import plan
-from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
+from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo, philox_words, row_scalars
 from torch_paged_attn.backends.neuron.tile_sizes import choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
-from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking

@@ -19,8 +19,8 @@ from torch_paged_attn.backends.neuron.plan import (
 )
 from torch_paged_attn.backends.neuron.plan_cache import PlanCache
 from torch_paged_attn.backends.neuron.runtime import num_programs
+from torch_paged_attn.backends.neuron.tables import Heads, TokenMajor, WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
-from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import KeyTile, WorkList, list_items, spans_of
 
 # what rectangles are rounded up to

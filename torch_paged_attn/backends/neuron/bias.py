@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron.key_columns import count_up
-from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
+from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo
 from torch_paged_attn.backends.neuron.work_list import WorkList
 
 

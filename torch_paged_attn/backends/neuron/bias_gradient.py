@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.bias import BiasRows, Lines, lay_out_bias
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
-from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
+from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo
 
 
 @dataclasses.dataclass

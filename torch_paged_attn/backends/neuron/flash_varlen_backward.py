@@ -23,10 +23,8 @@ from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
-from torch_paged_attn.backends.neuron.philox import philox_words
-from torch_paged_attn.backends.neuron.row_scalars import per_token, sequences_of
 from torch_paged_attn.backends.neuron.runtime import launch
-from torch_paged_attn.backends.neuron.work_info import Heads
+from torch_paged_attn.backends.neuron.tables import Heads, per_token, philox_words, sequences_of
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 

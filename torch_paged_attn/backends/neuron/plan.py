@@ -9,8 +9,8 @@ from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_leng
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.plan_cache import PlanCache, read
+from torch_paged_attn.backends.neuron.tables import WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.tile_sizes import DEPTHS, TileSizes
-from torch_paged_attn.backends.neuron.work_info import WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
 
 plan_cache: PlanCache[list[WorkInfo]] = PlanCache(16)

@@ -7,7 +7,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.runtime import num_programs
-from torch_paged_attn.backends.neuron.work_info import Heads
+from torch_paged_attn.backends.neuron.tables import Heads
 from torch_paged_attn.backends.neuron.work_list import KeyTile
 from torch_paged_attn.ops.checks import FLOAT
 

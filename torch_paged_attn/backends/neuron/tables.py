@@ -1,4 +1,5 @@
-"""The tables that the attention kernel loads with each item of a work list."""
+"""The tables that the kernels load: those of each item of a work list, the numbers of each query
+row and KV head (sink, slope, factors of its scores and result), and the words of dropout."""
 
 import dataclasses
 import itertools
@@ -6,7 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
+from torch_paged_attn.backends.neuron.kernels.philox import ROUNDS
+from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.work_list import WorkList
 
@@ -173,3 +177,61 @@ def lay_out(
         items=items,
         is_idle=is_idle,
     )
+
+
+def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
+    """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where no option needs any."""
+    descales = call.q_descale, call.k_descale, call.v_descale
+    if all(values is None for values in (call.sinks, call.alibi_slopes, *descales)):
+        return torch.zeros(1, heads.together * NUM_SCALARS, device=call.q.device)
+    sequence = sequences_of(call)
+    q_descale, k_descale, v_descale = (per_token(d, 1.0, sequence, heads) for d in descales)
+    is_padding = (sequence == call.batch)[:, None, None]
+    sinks = per_token(call.sinks, 0.0, sequence, heads)
+    columns = (
+        # padding tokens see no sink either
+        sinks.clamp(min=LOWEST).masked_fill(is_padding | (sinks == float("-inf")), MASKED),
+        per_token(call.alibi_slopes, 0.0, sequence, heads),
+        q_descale * k_descale * scale,
+        v_descale,
+    )
+    return torch.stack(columns, 3).reshape(-1, heads.together * NUM_SCALARS)
+
+
+def sequences_of(call: AttentionCall) -> Tensor:
+    """The sequence of each query, `(total_q,)`; that of padding tokens is `batch`."""
+    tokens = torch.arange(call.total_q, device=call.q.device, dtype=torch.int32)
+    return torch.searchsorted(call.cu_seqlens_q[1:].contiguous(), tokens, right=True)
+
+
+def per_token(values: Tensor | None, default: float, sequence: Tensor, heads: Heads) -> Tensor:
+    """`(total_q, group_size, num_kv_heads)` of values per head, KV head, or sequence too."""
+    num_kv_heads, group_size = heads.num_kv_heads, heads.group_size
+    if values is None or values.numel() == 0:  # no sequence: padding tokens only
+        values = torch.full((), default, device=sequence.device)
+    if values.dim() == 2:  # padding tokens take the last sequence's
+        values = values[sequence.clamp(max=len(values) - 1)]
+    if values.dim() and values.shape[-1] == heads.num_heads:
+        by_head = values.unflatten(-1, (num_kv_heads, group_size)).transpose(-1, -2)
+    else:
+        by_head = values[..., None, :] if values.dim() else values
+    return by_head.expand(len(sequence), group_size, num_kv_heads)
+
+
+# dropout: keys of the rounds, offset, threshold, which all positions share
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def philox_words(rng_state: Tensor, dropout_p: float) -> Tensor:
+    """`(1, NUM_WORDS)` int32 with the bits of unsigned words; nothing is read on the host."""
+    seed, offset = rng_state[0], rng_state[1]
+    halves = torch.stack([seed & MASK, seed >> 32 & MASK])
+    steps = torch.arange(ROUNDS, device=rng_state.device)[:, None]
+    weyl = torch.tensor(WEYL, device=rng_state.device)
+    threshold = torch.full((1,), int(dropout_p * 2.0**32), device=rng_state.device)
+    words = torch.cat(
+        [((halves + steps * weyl) & MASK).flatten(), (offset & MASK)[None], threshold]
+    )
+    # bits of 32: what is 2**31 or more is negative
+    return torch.where(words > MASK >> 1, words - (MASK + 1), words).to(torch.int32)[None]
