@@ -137,7 +137,8 @@ PAGES = {
             "torch_paged_attn.testing": (
                 *("assert_accurate", "assert_accurate_gradients"),
                 *("assert_accurate_merge_gradients", "assert_batch_invariant"),
-                *("assert_as_right_as", "assert_same_in_float64", "assert_close_as_baseline"),
+                *("assert_as_right_as", "assert_same_in_float64", "assert_rounded_alike"),
+                *("assert_close_as_baseline",),
                 *("Problem", "Layout", "Selected", "Call", "build", "Truth"),
                 *("Gradients", "MergeGradients"),
                 *("PROBLEMS", "EXTENDED", "DIFFERENTIABLE", "EXTENDED_DIFFERENTIABLE", "TRAINING"),

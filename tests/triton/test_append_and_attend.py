@@ -10,6 +10,7 @@ from covering import every_other
 from torch_paged_attn.backends.triton.written_slots import FEW_TOKENS
 from torch_paged_attn.integrations._kvcache import rotate
 from torch_paged_attn.ops.append_slots import positions
+from torch_paged_attn.testing import assert_rounded_alike
 
 HEADS, KV_HEADS, DIM, DIM_V, PAGE = 4, 2, 32, 16, 4
 INT8 = {"cache": torch.int8, "descale": True}
@@ -139,7 +140,7 @@ def test_it_is_the_three_operators_one_after_another(name, kernels, device):
             elif got.dtype == torch.int8:
                 assert (got.int() - want.int()).abs().max() <= 1
             else:
-                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+                assert_rounded_alike(got, want)
 
 
 ROTARY = "rotary_cos", "rotary_sin"

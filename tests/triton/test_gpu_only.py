@@ -11,7 +11,13 @@ import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
 from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache, with_kvcache
-from torch_paged_attn.testing import PROBLEMS, Truth, assert_accurate, build
+from torch_paged_attn.testing import (
+    PROBLEMS,
+    Truth,
+    assert_accurate,
+    assert_rounded_alike,
+    build,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -374,7 +380,7 @@ def test_one_call_is_what_the_general_code_computes(form, monkeypatch):
 
     assert with_kvcache.in_one_call(*one_call_of(form)) is not None
     for got, want in zip(run(False), run(True), strict=True):
-        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+        assert_rounded_alike(got, want)
 
 
 def one_call_of(form):

@@ -5,6 +5,7 @@ from torch_paged_attn.testing.accuracy import (
     assert_accurate,
     assert_as_right_as,
     assert_close_as_baseline,
+    assert_rounded_alike,
     assert_same_in_float64,
 )
 from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradients
@@ -41,6 +42,7 @@ __all__ = [
     "assert_as_right_as",
     "assert_batch_invariant",
     "assert_close_as_baseline",
+    "assert_rounded_alike",
     "assert_same_in_float64",
     "build",
 ]

@@ -190,6 +190,22 @@ def assert_same_in_float64(found: Tensor, wanted: Tensor) -> None:
     assert error <= FLOAT64_TOLERANCE * (1.0 + largest), f"off by {error:.3g} of {largest:.3g}"
 
 
+def assert_rounded_alike(found: Tensor, wanted: Tensor) -> None:
+    """The rule for one formula in one precision, of which two kernels fuse other products with
+    sums: four units in the last place of the largest number. Numbers that are not finite are equal.
+    """
+    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    assert found.dtype == wanted.dtype, f"{found.dtype}, {wanted.dtype}"
+    is_finite = wanted.isfinite()
+    assert torch.equal(found[~is_finite], wanted[~is_finite])
+    if not is_finite.any():
+        return
+    found, wanted, eps = found.double(), wanted.double(), torch.finfo(wanted.dtype).eps
+    error, largest = (found - wanted)[is_finite].abs().max(), wanted[is_finite].abs().max()
+    allowed = 4 * eps * (1.0 + largest)
+    assert error <= allowed, f"off by {error:.3g} of {largest:.3g}, allowed {allowed:.3g}"
+
+
 def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tensor) -> None:
     """Raise AssertionError unless the norm of each row's error, and its dot product with the row,
     are within `row_error` and `row_along`, plus what rounding the result may add.
