@@ -325,7 +325,7 @@ def test_draft_tokens(problem, kind, compiler):
     with assume(HOPPER):
         call = hopper_call(problem, max_seqlen_k=64)
         assert flash_varlen.unsupported_on_hopper(call) is None
-        has_other = choices.unsupported_tiles(call, other) is None
+        has_other = choices.unsupported_tiles(call, choices.Form(tiles=other)) is None
         form = choices.Form(
             is_cut=True,
             is_dealt=is_dealt,

@@ -24,7 +24,7 @@ SLACK = 1024
 SEQS = {"guessed": ((5, 900), (8, 3000), (1, 70)), "chunks": ((300, 600), (130, 0))}
 FORMS = {
     "listed": ("chunks", Form()),
-    "beside": ("chunks", Form(short=8, tiles="low")),
+    "low": ("chunks", Form(tiles="low")),
     "numbered": ("chunks", Form(is_numbered=True, tiles="low")),
     "turns": ("chunks", Form(longest=128)),
     "guessed": ("guessed", Form(is_cut=True, tiles="low")),
@@ -64,7 +64,7 @@ def _problems():
 FEW = (
     "128-128-p1-bf16-invariant-listed",
     "128-128-p1-bf16-invariant-guessed",
-    "64-64-p1-bf16-window-beside",
+    "64-64-p1-bf16-window-low",
     "256-256-p64-int8--listed",
     "128-128-p16-tokens_int4--listed",
 )

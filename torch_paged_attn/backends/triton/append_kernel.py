@@ -62,8 +62,8 @@ class Strides(NamedTuple):
     sin: int
 
 
-class Sizes(NamedTuple):
-    """Numbers that change from call to call, for most of which no kernel is compiled."""
+class Numbers(NamedTuple):
+    """The kernel's numbers, as its functions get them; it says for which of them it is compiled."""
 
     num_heads: Any  # of keys
     page_size: Any
@@ -242,7 +242,7 @@ def append_kernel(
 ):
     """The first `num_blocks` programs write new tokens, and all others rotate queries."""
     gdc_wait(IS_DEPENDENT)
-    sizes = Sizes(
+    sizes = Numbers(
         num_heads=num_heads,
         page_size=page_size,
         batch=batch,
