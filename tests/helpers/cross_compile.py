@@ -65,7 +65,8 @@ KNOWN = {
     ("gfx1201", "selected/columns/f16"): 2560,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
-    # TODO: 320 before; no sample has shown since when. Not timed since, either
+    # TODO: the call is no longer split; split tiles spill 320. With BLOCK_N=128 and two stages
+    # whole ones spill 312, and with 32 keys 56: neither has been timed
     ("sm90", "d128/prefill_bias/bf16"): 1184,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,

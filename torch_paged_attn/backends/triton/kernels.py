@@ -171,7 +171,8 @@ def reasons(call: AttentionCall, sizes: Sizes, reason: str | None) -> dict[str, 
         if ways.is_portable(name):
             found[name] = of_portable
         else:
-            found[name] = reason or next((x for x in (on_hopper[name],) if type(x) is str), None)
+            tile = on_hopper[name]
+            found[name] = reason or (tile if isinstance(tile, str) else None)
     return found
 
 
@@ -204,9 +205,11 @@ def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> w
     """What an estimate goes by, for the ways that `why` has no reason against."""
     on_hopper, tiles = kind_of(call, _tiles_on_hopper), []
     for name in (x for x in why if why[x] is None):
-        is_portable = ways.is_portable(name)
-        tile = _portable_tiles(call, sizes) if is_portable and not sizes.is_few else None
-        tiles.append((name, None if sizes.is_few else tile or on_hopper[name]))
+        if sizes.is_few:
+            tile = None
+        else:
+            tile = _portable_tiles(call, sizes) if ways.is_portable(name) else on_hopper[name]
+        tiles.append((name, tile))
     return ways.Shape(
         kind=kind_of_ways(call, sizes),
         batch=sizes.batch,
