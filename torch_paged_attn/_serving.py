@@ -57,7 +57,10 @@ def _key_hints(most: int) -> list[int]:
 
 
 def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
-    return isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]
+    if not (isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]):
+        return False
+    # a decode or a step of few queries has few work items: kernels change often along its line
+    return a.max_seqlen_q > 1 and a.total_q > ALL_UP_TO
 
 
 class Calls(Sequence[Callable[[], None]]):
@@ -66,7 +69,7 @@ class Calls(Sequence[Callable[[], None]]):
 
     Attributes:
         lines: ranges of neighbours that differ in max_seqlen_k alone, which increases. Along most
-            lines kernels change once or never
+            lines kernels change once or never; where they change often, each call is a line
     """
 
     def __init__(

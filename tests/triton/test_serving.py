@@ -142,6 +142,7 @@ def test_no_step_takes_another_kernel(name, sizes, count, compiler):
     ("name", "sizes"),
     [
         ("d128", {"max_batch": 3, "max_tokens": 512, "max_length": 2048}),
+        ("sinks", {"max_batch": 2, "max_tokens": 16, "max_length": 512}),
         *(pytest.param(name, LARGE, marks=thorough) for name in MODELS),
     ],
 )
@@ -198,4 +199,4 @@ def test_lines_are_all_calls_and_differ_in_keys_alone():
     calls = serving_of("d128", TINY).calls(torch.device("cpu"))
     assert [i for line in calls.lines for i in line] == list(range(len(calls)))
     assert {len({calls[i].args[0][:3] for i in x}) for x in calls.lines if len(x) > 1} == {1}
-    assert len(calls.lines) < len(calls) / 2
+    assert len(calls.lines) < len(calls) * 0.8  # those of few queries are lines of one call
