@@ -20,6 +20,7 @@ import torch
 import torch_paged_attn
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.ops.backend import backends
+from torch_paged_attn.selection_calls import arguments as of_mass
 from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS, SELECTED, build
 
 NEW = {"new_tensor": torch.ones(1)}, {"new_number": 0.25}
@@ -43,6 +44,13 @@ for op in ("flash_varlen", "blocksparse", "selected_attention"):
     assert all(map(torch.equal, plain, function(**given | {"new_tensor": None, "new_number": 0.5})))
     for new in NEW:
         refused(function, **given | new)
+
+# one that takes the arguments of another: it reads the places that it knows
+given = problem("selected_attention", SELECTED).args
+names = [x.name for x in of_mass("selected_mass") if x.name in given]
+out, lse = torch_paged_attn.selected_attention(**given)
+mass = torch_paged_attn.selected_mass(softmax_lse=lse, **{name: given[name] for name in names})
+assert mass.shape == given["key_indices"].shape
 
 call = problem("flash_varlen", DIFFERENTIABLE)
 into = {name: x for name, x in call.args.items() if name != "out_dtype"}
