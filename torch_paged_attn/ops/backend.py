@@ -143,12 +143,13 @@ class Backend:
         """`path`, or the attention argument that the backend does not support."""
         if self.unsupported() is None and not (self.is_compiled or self.has(op)):
             return Path(self.name, None, f"the {self.name} backend does not have it yet")
-        if isinstance(call, (AttentionCall, BackwardCall)):
+        if isinstance(call, AttentionCall | BackwardCall):
             if (name := lacking(*self._optional(call))) is not None:
                 return Path(self.name, None, f"it does not have {name} yet")
-        if isinstance(call, AttentionCall) and op == "selected_attention" and self.selects_pages:
-            if (reason := selected_pages.unsupported(call)) is not None:
-                return Path(self.name, None, reason)
+            if op == "selected_attention" and self.selects_pages:
+                assert isinstance(call, AttentionCall)
+                if (reason := selected_pages.unsupported(call)) is not None:
+                    return Path(self.name, None, reason)
         return self.path(op, call, target)
 
     def _optional(
