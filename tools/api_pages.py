@@ -13,17 +13,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-OPS = (
-    "flash_varlen",
-    "flash_varlen_out",
-    "blocksparse",
-    "flash_varlen_backward",
-    "blocksparse_backward",
-    "selected_attention",
-    "selected_attention_backward",
-    "selected_mass",
-    "select_keys",
-)
+from torch_paged_attn import ops
+
+# the operators whose arguments are the list's
+OPS = tuple(x for x in ops.__all__ if hasattr(inspect.unwrap(getattr(ops, x)), "__signature__"))
 ENTRY = re.compile(r"([a-z_][\w]*(?:, [a-z_]\w*)*|[A-Z]\w*(?:Error|Full)): +(.*)", re.DOTALL)
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Sources):(?: (.*))?$")
 
@@ -40,20 +33,7 @@ PAGES = {
     "operators": Page(
         "Operators",
         "Shapes, dtypes and errors of each operator. [Semantics](../semantics.md) defines results.",
-        {
-            "torch_paged_attn": (
-                *(
-                    "flash_varlen",
-                    "flash_varlen_out",
-                    "blocksparse",
-                    "reshape_and_cache",
-                    "merge_states",
-                ),
-                *("selected_attention", "selected_mass", "select_keys"),
-                *("flash_varlen_backward", "blocksparse_backward", "merge_states_backward"),
-                "selected_attention_backward",
-            )
-        },
+        {"torch_paged_attn": tuple(sorted(ops.__all__, key=lambda x: x.endswith("_backward")))},
     ),
     "flash_attn": Page(
         "flash-attn's functions",

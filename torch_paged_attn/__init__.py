@@ -12,20 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.attention
 
-from torch_paged_attn.ops import (
-    blocksparse,
-    blocksparse_backward,
-    flash_varlen,
-    flash_varlen_backward,
-    flash_varlen_out,
-    merge_states,
-    merge_states_backward,
-    reshape_and_cache,
-    select_keys,
-    selected_attention,
-    selected_attention_backward,
-    selected_mass,
-)
+from torch_paged_attn import ops
+from torch_paged_attn.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
@@ -48,26 +36,15 @@ __all__ = [
     "Explanation",
     "PagedBatch",
     "PagedKVCache",
-    "blocksparse",
-    "blocksparse_backward",
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
-    "flash_varlen",
-    "flash_varlen_backward",
-    "flash_varlen_out",
     "layouts",
-    "merge_states",
-    "merge_states_backward",
-    "reshape_and_cache",
-    "select_keys",
-    "selected_attention",
-    "selected_attention_backward",
-    "selected_mass",
     "use_compiled",
     "warmup",
 ]
+__all__ += ops.__all__
 
 # name -> the module that defines it, imported when the name is first used: importing the package
 # only registers the operators

@@ -12,12 +12,9 @@ from torch_paged_attn.attention_call import DESCALE, HINT, AttentionCall
 from torch_paged_attn.selection import Selection
 
 # arguments of selected_attention that its masses do not depend on, or that need v
-NOT_OF_MASS = frozenset(
-    (
-        *("v", "sinks", "v_descale", "out_scale", "q_latent"),
-        *("out_dtype", "deterministic", "batch_invariant"),
-    )
-)
+NOT_OF_MASS = frozenset(("v", "sinks", "v_descale", "out_scale", "out_dtype", "deterministic"))
+# the optional ones that they take
+OPTIONAL_OF_MASS = frozenset(("k_start", "q_position"))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -165,6 +162,10 @@ def arguments(op: str) -> tuple[Argument, ...]:
     """What `selected_mass` or `select_keys` takes, in the order of its schema."""
     if op == "select_keys":
         return tuple(sorted(listed(SelectKeysCall), key=lambda x: x.keyword_only))
-    found = [x for x in attention_call.arguments("selected_attention") if x.name not in NOT_OF_MASS]
+    found = [
+        x
+        for x in attention_call.arguments("selected_attention")
+        if x.name not in NOT_OF_MASS and (not x.is_optional or x.name in OPTIONAL_OF_MASS)
+    ]
     at = [x.name for x in found].index("key_indices")
     return *found[:at], *listed(MassCall), *found[at:]

@@ -1,7 +1,9 @@
 #include "arguments.h"
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -12,9 +14,23 @@ namespace paged_attn {
 
 using torch::stable::detail::to;
 
+namespace {
+
+// By op. Python fills it in while the library is loaded (backends/cpu/__init__.py).
+std::map<std::string, std::vector<Unread>, std::less<>>& unread() {
+  static std::map<std::string, std::vector<Unread>, std::less<>> all;
+  return all;
+}
+
+}  // namespace
+
 Arguments::Arguments(const char* op, StableIValue* stack, uint64_t count)
     : op_(op), stack_(stack), count_(count), grad_mode_(aoti_torch_grad_mode_is_enabled()) {
   if (count > MOST) throw std::logic_error(std::string("paged_attn: too many arguments of ") + op);
+  if (const auto found = unread().find(op); found != unread().end()) {
+    unread_ = found->second.data();
+    unread_end_ = unread_ + found->second.size();
+  }
 }
 
 Arguments::~Arguments() {
@@ -25,7 +41,14 @@ Arguments::~Arguments() {
   for (int i = 0; i < num_texts_; ++i) torch_delete_string(texts_[i]);
 }
 
+// A call that gives a value which no kernel reads is refused.
+void Arguments::pass_unread() {
+  for (; unread_ != unread_end_ && unread_->place == taken_ && taken_ < count_; ++unread_)
+    is_malformed_ |= stack_[taken_++] != unread_->value;
+}
+
 StableIValue Arguments::next() {
+  pass_unread();
   if (taken_ == count_)
     throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
   return stack_[taken_++];
@@ -95,8 +118,8 @@ std::array<bool, 5> Arguments::mask() {
   std::array<bool, 5> mask = {};
   size_t size;
   const StableListHandle list = next_list(&size);
-  is_malformed_ = size != mask.size();
-  for (size_t i = 0; i < mask.size() && !is_malformed_; ++i) {
+  is_malformed_ |= size != mask.size();
+  for (size_t i = 0; i < mask.size() && size == mask.size(); ++i) {
     StableIValue item;
     TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
     mask[i] = to<bool>(item);
@@ -128,7 +151,8 @@ bool Arguments::recorded(bool accepted, int num_results) {
   return true;
 }
 
-void Arguments::require_all_taken() const {
+void Arguments::require_all_taken() {
+  pass_unread();
   if (taken_ != count_)
     throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
 }
@@ -144,4 +168,18 @@ void Arguments::refuse() {
   paged_attn::refuse(op_, stack_);
 }
 
+namespace {
+
+void cpu_skip(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments arguments("cpu_skip", stack, num_args);
+  const std::string op = arguments.text();
+  const int64_t place = arguments.integer(), value = arguments.integer();
+  unread()[op].push_back({uint64_t(place), StableIValue(value)});
+}
+
+}  // namespace
 }  // namespace paged_attn
+
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
+  m.impl("cpu_skip", &paged_attn::cpu_skip);
+}

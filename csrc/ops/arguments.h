@@ -11,6 +11,12 @@
 
 namespace paged_attn {
 
+// An argument that the kernels do not read: its place in the schema, and its default on the stack.
+struct Unread {
+  uint64_t place;
+  StableIValue value;
+};
+
 class Arguments {
  public:
   // `op` is the name in the schema, with its overload: the Python twin is found by it.
@@ -46,17 +52,19 @@ class Arguments {
   static constexpr uint64_t MOST = 48;
 
   StableIValue next();
+  void pass_unread();
   StableIValue* next_box();
   TensorView own(AtenTensorHandle);
   TensorView view(AtenTensorHandle);
   StableListHandle next_list(size_t* size);
-  void require_all_taken() const;
+  void require_all_taken();
   void give_back_to_stack();
   [[noreturn]] void refuse();
 
   const char* op_;
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
+  const Unread *unread_ = nullptr, *unread_end_ = nullptr;  // by their places
   bool grad_mode_, are_readable_ = true, needs_gradient_ = false, is_malformed_ = false;
   // what to give back: tensors, the boxes in which optional values come, lists and their
   // tensors, texts

@@ -435,7 +435,7 @@ MORE_SELECTED = {
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    lacked = set(Triton.lacks)
+    lacked = set(Triton().lacks)
     selected = {name: p for name, p in SELECTED.items() if not p.optional & lacked}
     problems = PROBLEMS | MORE | EXTENDED | selected | MORE_SELECTED
     calls = {name: functools.partial(attention, problems[name]) for name in problems}

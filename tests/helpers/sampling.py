@@ -172,6 +172,9 @@ SAMPLES: dict[str, Sample] = {
             ),
             "same_bits": ("more_queries_than_keys/f32",),
             "gaps": ("ring/window_alibi/bf16",),
+            # two calls and a merge, each of which others have
+            "merge_prefix": (),
+            "selected_nothing": (),
             # tests/triton/test_backward.py has layouts
             "gradients_agree": ("training/everything/f32",),
             "gradients_unseen_memory": (),
@@ -240,11 +243,10 @@ SAMPLES: dict[str, Sample] = {
         brief={
             "agrees": (
                 "llama3_8b/mixed/kv_e4m3",
-                "gpt_oss/sinks_window/bf16",
                 "deepseek_mla/decode/bf16",
                 "odd_sizes/f32",
             ),
-            # tests/tpu has gradients of everything, and slots outside
+            # tests/tpu has sinks, windows and gradients of everything, and slots outside
             "same_bits": (),
             "page_order": (),
             "alone": (),

@@ -42,11 +42,11 @@ def make(name):
 @pytest.mark.parametrize(
     ("name", "by"),
     [
-        ("gpt_oss", "generate"),
-        ("gemma2", "user"),
+        ("gpt_oss", "user"),
+        # test_transformers_growth.py has `generate`
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [("llama", "generate"), ("gemma2", "generate"), ("gpt_oss", "user")]
+            for case in [("gemma2", "user"), *((x, "generate") for x in MODELS)]
         ),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 
 import torch_paged_attn
 from torch_paged_attn import environment
+from torch_paged_attn._doctor import printed
 
 PACKAGE = Path(torch_paged_attn.__file__).parent
 HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich", "ml_dtypes")
@@ -76,7 +77,7 @@ def test_report():
     cpu = known["devices"]["cpu"]
     assert cpu["backend"] == "cpu" and "flash_varlen" in cpu["ops"] and cpu["instruction_set"]
     assert known["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    text = subprocess.run(module, capture_output=True, check=True, text=True, env=env).stdout
+    text = printed(known)
     assert "paged_attn::reshape_and_cache.split" in text
 
     env["PAGED_ATTN_LIBRARY"] = "/nonexistent/_C.abi3.so"

@@ -1,15 +1,11 @@
 """`python -m torch_paged_attn compile` reads the attention of a model from its config.json."""
 
+import argparse
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import torch_paged_attn
 from torch_paged_attn import _compile
 from torch_paged_attn._model_calls import Sizes, jobs_of, serving_of
 from torch_paged_attn._model_config import KeyLists, Layer, read_model
@@ -160,10 +156,10 @@ def test_what_is_no_config_is_refused(text, reason, tmp_path):
 
 
 def run(*options):
-    command = [sys.executable, "-m", "torch_paged_attn", "compile", *map(str, options)]
-    root = Path(torch_paged_attn.__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run(command, capture_output=True, text=True, env=env)
+    """As `python -m torch_paged_attn compile` does."""
+    parser = argparse.ArgumentParser()
+    _compile.add_arguments(parser)
+    _compile.compile_model(parser.parse_args([*map(str, options)]))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +173,9 @@ def run(*options):
 )
 def test_wrong_options_are_named(options, reason, tmp_path):
     pytest.importorskip("triton")
-    done = run("--model", written(tmp_path, LLAMA), "--out", tmp_path / "out", *options)
-    assert done.returncode == 1 and done.stderr.startswith(f"compile: {reason}")
+    with pytest.raises(SystemExit) as raised:
+        run("--model", written(tmp_path, LLAMA), "--out", tmp_path / "out", *options)
+    assert raised.value.code.startswith(f"compile: {reason}")
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torch_paged_attn
+from torch_paged_attn._doctor import printed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -21,10 +22,11 @@ def report(*arguments):
 
 
 def test_report_names_no_backend():
-    gpu = json.loads(report("--json"))["devices"]["cuda / rocm"]
+    known = json.loads(report("--json"))
+    gpu = known["devices"]["cuda / rocm"]
     assert (gpu["backend"], gpu["ops"]) == (None, [])
     assert f"torch {torch.__version__} finds no GPU here" in gpu["reason"]
-    text = report()
+    text = printed(known)
     assert f"\ncuda / rocm: none\n  {gpu['reason']}\n" in text
 
 

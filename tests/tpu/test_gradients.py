@@ -105,6 +105,7 @@ def kernels(jaxpr):
                     yield from kernels(getattr(inner, "jaxpr", inner))
 
 
+@pytest.mark.device_suite
 def test_a_checkpoint_saves_what_its_policy_names():
     args, results, _ = case("training/gpt_oss/bf16")
     loss, inputs = loss_of(args, results, interpret=False)

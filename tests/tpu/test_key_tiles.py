@@ -21,7 +21,7 @@ BATCH, TOTAL_Q, TOTAL_K = 3, 40, 72
     right=st.integers(-1, 9),
     num_cores=st.sampled_from([1, 2]),
 )
-@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.settings(deadline=None, max_examples=12)
 def test_key_tiles(lengths, gaps, left, right, num_cores):
     query, key = (np.array(x, np.int32) for x in zip(*lengths, strict=True))
     first_query, first_key = np.cumsum(query) - query, np.cumsum(key + gaps) - (key + gaps)

@@ -64,6 +64,7 @@ def cases(some, others):
     return [first, *(pytest.param(case, marks=mark) for case, mark in left)]
 
 
+@pytest.mark.device_suite  # of few tokens in the sample
 @pytest.mark.parametrize("case", cases(CASES, OTHER_CASES))
 def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
     from torch_paged_attn.backends.tpu import attention

@@ -85,8 +85,8 @@ def is_sampled(i, j, name):
 
 
 def marks(i, j, arch, name):
-    """With `--sample`, a chip compiles every fifth of its calls."""
-    return () if (arch, name) in FEW or (i + j) // 10 % 5 == 0 else pytest.mark.device_suite
+    """With `--sample`, a chip compiles every eighth of its calls."""
+    return () if (arch, name) in FEW or (i + j) // 10 % 8 == 0 else pytest.mark.device_suite
 
 
 JOBS = [

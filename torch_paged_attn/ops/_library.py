@@ -17,7 +17,6 @@ from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, dispatch_keys, serving
 from torch_paged_attn.ops.checks import fail, refuse, storage_fault
-from torch_paged_attn.ops.lacking import refuse_lacking
 from torch_paged_attn.ops.repeated import REPEATED, Repeated
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -34,6 +33,8 @@ SCHEMAS: dict[str, str] = {}
 GATES: dict[str, Gate] = {}
 # op name -> a function of PyTorch operators for backends that have no kernel
 COMPOSED: dict[str, Callable[..., Any]] = {}
+# ops that the compiled library does not have, and that are not composed either
+NOT_COMPILED: set[str] = set()
 
 
 def define(
@@ -113,6 +114,8 @@ def bind_backends() -> None:
             has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
             if not (is_loaded and has_kernel(f"paged_attn::{name}", key)):
                 LIBRARY.impl(name, _lazy(key, name), key)
+                if is_loaded and name not in COMPOSED:
+                    NOT_COMPILED.add(name)
     # torch_xla functionalizes tensors, and that dispatch key comes before XLA. An operator that
     # writes into its arguments needs a kernel there, and torch.compile cannot put it into a graph
     if importlib.util.find_spec("torch_xla") is not None:
@@ -185,15 +188,6 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
     refuse(name, f"not supported by the {backend.name} backend")
 
 
-def _refuse_lacking(call: AttentionCall | BackwardCall) -> None:
-    """Raise for an argument that the compiled CPU kernels do not support."""
-    backend = next(backend for backend in backends() if backend.is_compiled)
-    if isinstance(call, BackwardCall):
-        refuse_lacking(call.named_forward(), backend.name, backend.lacks_in_backward)
-    else:
-        refuse_lacking(call, backend.name, backend.lacks)
-
-
 def _explain(
     gate: Gate, name: str, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any
 ) -> str:
@@ -202,7 +196,8 @@ def _explain(
         for check in checks:
             check(*args, **kwargs)
         if name in paths.CALLS:
-            _refuse_lacking(paths.CALLS[name](*args, **kwargs))
+            compiled = next(backend for backend in backends() if backend.is_compiled)
+            compiled.refuse_lacking(paths.CALLS[name](*args, **kwargs))
         gate.refuse(args, kwargs)
     except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         return f"{type(error).__name__}: {error}"
@@ -216,6 +211,9 @@ LIBRARY.define("cpu_isas() -> str")
 LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
 # the unsupported instruction sets of this architecture, a line each: its name, and why
 LIBRARY.define("cpu_isas_missing() -> str")
+# an op's argument that the CPU kernels do not support: its place, and its default as 64 bits. They
+# refuse calls that give another value
+LIBRARY.define("cpu_skip(str op, int place, int default) -> ()")
 # whether the CPU kernels check if an input requires grad
 LIBRARY.define("cpu_sees_gradients() -> bool")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops import selected_pages
-from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
+from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, all_but, lacking, refuse_lacking
 from torch_paged_attn.ops.path import Path
 
 # The folders of all backends. Of several with the same dispatch key, the first that can run is
@@ -43,13 +43,13 @@ class Backend:
     them itself: a call then runs no Python.
     """
 
-    lacks: ClassVar[tuple[str, ...]] = OPTIONAL
-    """Attention arguments that its kernels do not support. Its functions call `refuse_lacking`; a
-    compiled backend checks them in C++.
+    supports: ClassVar[tuple[str, ...]] = ()
+    """The optional arguments of attention (`lacking.OPTIONAL`) that its kernels support; "tail_mask
+    but of blocksparse": of all other ops. Calls that give another one are refused by its name.
     """
 
-    lacks_in_backward: ClassVar[tuple[str, ...]] = OF_BACKWARD
-    """The same for its backward."""
+    supports_in_backward: ClassVar[tuple[str, ...]] = ()
+    """The same of its backward (`lacking.OF_BACKWARD`)."""
 
     lacks_ops: ClassVar[tuple[str, ...]] = ("reshape_and_cache.quantize",)
     """Ops that it does not have, though it has others of the same file."""
@@ -63,6 +63,18 @@ class Backend:
 
     selects_pages: ClassVar[bool] = False
     """Whether its `selected_attention` is that of whole pages (`selected_pages.py`)."""
+
+    @functools.cached_property
+    def lacks(self) -> tuple[str, ...]:
+        """The optional arguments that its kernels do not support, as `lacking` takes them. Its
+        functions call `refuse_lacking`; a compiled backend checks them in C++.
+        """
+        return all_but(self.supports, OPTIONAL)
+
+    @functools.cached_property
+    def lacks_in_backward(self) -> tuple[str, ...]:
+        """The same of its backward."""
+        return all_but(self.supports_in_backward, OF_BACKWARD)
 
     def unsupported(self) -> str | None:
         """Why the backend cannot run on this machine; None if it can."""
@@ -131,16 +143,28 @@ class Backend:
         """`path`, or the attention argument that the backend does not support."""
         if self.unsupported() is None and not (self.is_compiled or self.has(op)):
             return Path(self.name, None, f"the {self.name} backend does not have it yet")
-        is_backward = isinstance(call, BackwardCall)
-        if is_backward or isinstance(call, AttentionCall):
-            names = self.lacks_in_backward if is_backward else self.lacks
-            forward = call.forward if isinstance(call, BackwardCall) else call
-            if (name := lacking(forward, names)) is not None:
+        if isinstance(call, AttentionCall | BackwardCall):
+            if (name := lacking(*self._optional(call))) is not None:
                 return Path(self.name, None, f"it does not have {name} yet")
-            is_selected = op == "selected_attention" and self.selects_pages
-            if is_selected and (reason := selected_pages.unsupported(call)) is not None:
-                return Path(self.name, None, reason)
+            if op == "selected_attention" and self.selects_pages:
+                assert isinstance(call, AttentionCall)
+                if (reason := selected_pages.unsupported(call)) is not None:
+                    return Path(self.name, None, reason)
         return self.path(op, call, target)
+
+    def _optional(
+        self, call: AttentionCall | BackwardCall
+    ) -> tuple[AttentionCall, tuple[str, ...]]:
+        if isinstance(call, BackwardCall):
+            return call.named_forward(), self.lacks_in_backward
+        return call, self.lacks
+
+    def refuse_lacking(self, call: AttentionCall | BackwardCall) -> None:
+        """Raise NotImplementedError for a call that gives an argument which the backend, or its
+        backward, does not support.
+        """
+        forward, names = self._optional(call)
+        refuse_lacking(forward, self.name, names)
 
     def unsupported_gradients(self, call: AttentionCall) -> str | None:
         """`unsupported_backward`, or the argument that the backward does not support."""

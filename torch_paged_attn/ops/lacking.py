@@ -55,6 +55,23 @@ def lacking(call: Any, names: Sequence[str]) -> str | None:
     return None
 
 
+def all_but(supported: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the arguments `names` that are not `supported`, as `lacking` takes them.
+
+    supported: entries of `names`; "tail_mask but of blocksparse" is not supported in calls of that
+        op only
+    """
+    but_of = dict(entry.partition(" but of ")[::2] for entry in supported)
+    if unknown := but_of.keys() - set(names):
+        raise ValueError(f"no optional argument of attention: {', '.join(sorted(unknown))}")
+    lacked = []
+    for name in names:
+        op = but_of.get(name)  # "" if it is supported in calls of all ops
+        if op != "":
+            lacked.append(name if op is None else f"{name} of {op}")
+    return tuple(lacked)
+
+
 def _is_given(name: str, value: Any) -> bool:
     # an argument whose default is None is a tensor, and must not be compared
     return _DEFAULTS[name] is None or value != _DEFAULTS[name]

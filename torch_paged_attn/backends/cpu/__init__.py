@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import struct
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import COLUMN_SCALES
+from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
 
 X86 = ("x86_64", "amd64")
 
@@ -22,9 +23,15 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
-    lacks = COLUMN_SCALES
+    supports = (
+        *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
+        *("key_ranks", "key_rank", "key_interleave", *TOKEN_SCALES, *INT4),
+    )
+    supports_in_backward = (
+        *("tail_mask", "k_start", "q_position", "rng_state[2:]"),
+        *("key_ranks but of blocksparse", "key_rank", "key_interleave"),
+    )
     lacks_ops = ()
-    lacks_in_backward = ("key_ranks of blocksparse",)
 
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""
@@ -40,6 +47,8 @@ class Cpu(Backend):
 
         if (reason := self.unsupported()) is not None:
             return paths.Path(self.name, None, reason)
+        if op in _library.NOT_COMPILED:
+            return paths.Path(self.name, None, f"the {self.name} backend does not have it yet")
         return path.path(op, call)
 
     def unsupported_backward(self, call: AttentionCall) -> None:
@@ -66,7 +75,25 @@ def _load() -> str | None:
     except OSError as error:
         return f"the CPU kernels do not load: {error.__cause__ or error}"
     _library.LIBRARY.impl("cpu_announce", _announce, "CompositeExplicitAutograd")
+    _skip_unsupported()
     return None
+
+
+def _skip_unsupported() -> None:
+    """Say to the kernels which arguments of their schemas they do not read."""
+    for op in paths.CALLS:
+        names = BACKEND.lacks_in_backward if op.endswith("_backward") else BACKEND.lacks
+        schema = getattr(torch.ops.paged_attn, op).default._schema
+        for place, argument in enumerate(schema.arguments):
+            if argument.name in names:
+                torch.ops.paged_attn.cpu_skip(op, place, _bits(argument.default_value))
+
+
+def _bits(default: float | bool | None) -> int:
+    """How C++ gets a default: None is a null pointer."""
+    if isinstance(default, float):
+        return int.from_bytes(struct.pack("<d", default), "little", signed=True)
+    return int(default or 0)
 
 
 def _announce(op: str, has_pairs: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
+from torch_paged_attn.ops.lacking import COLUMN_SCALES, INT4, TOKEN_SCALES
 from torch_paged_attn.ops.paths import Path
 
 
@@ -18,8 +18,16 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
-    lacks = tuple(f"{x} of selected" for x in (*TOKEN_SCALES, *INT4))
-    lacks_in_backward = lacks_ops = ()
+    supports = (
+        *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
+        *("key_ranks", "key_rank", "key_interleave", *COLUMN_SCALES),
+        *(f"{x} but of selected" for x in (*TOKEN_SCALES, *INT4)),
+    )
+    supports_in_backward = (
+        *("tail_mask", "k_start", "q_position", "rng_state[2:]"),
+        *("key_ranks", "key_rank", "key_interleave"),
+    )
+    lacks_ops = ()
     # the functions check a call when they plan it; a call like an earlier one needs no new plan
     checks_metadata = True
     announces = (

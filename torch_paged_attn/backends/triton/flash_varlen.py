@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import kernels
+from torch_paged_attn.backends.triton import BACKEND, kernels
 from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
@@ -239,6 +239,7 @@ class AttentionOp:
         args, copied = self._planned_for(reach, tensors)
         call = self._call_of(*args, **options)
         self._check(call)
+        BACKEND.refuse_lacking(call)
         call, aligned = with_aligned_copies(call)
         refuse_other_bits(call)
         return after_copies(self._plan_checked(call, longest), [*copied, *aligned])

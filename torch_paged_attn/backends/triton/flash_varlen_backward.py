@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
 from torch_paged_attn.backends.triton.portable.backward import lacks_room, plan_backward
@@ -54,6 +55,7 @@ class BackwardOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
+        BACKEND.refuse_lacking(call)
         ranks = call.forward.key_ranks
         if call.wanted[3] and call.forward.layout is not None and ranks > 1:
             problem = f"no gradient of attn_bias with a layout and key_ranks = {ranks}"

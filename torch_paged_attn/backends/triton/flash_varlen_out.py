@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.contiguous import after_copies
 from torch_paged_attn.backends.triton.flash_varlen import AttentionOp
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -50,6 +51,7 @@ class AttentionOutOp(AttentionOp):
         args, copied = self._planned_for(reach, tuple(inputs))
         call = AttentionCall.flash_varlen_out(out, *args, **options)  # type: ignore[arg-type]
         check_out(call)
+        BACKEND.refuse_lacking(call)
         assert out is not None
         # the strides of an axis of size 1 may be anything
         new_out = Allocation.like(out)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
+from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.hopper import selected as hopper
@@ -24,7 +25,6 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES, refuse_lacking
 from torch_paged_attn.ops.selected_checks import check_selected
 
 NAMES = tensor_names("selected_attention")
@@ -60,7 +60,7 @@ def _plan(*tensors: Tensor | None, **options: Any) -> Plan:
     tensors, copied = without_gaps(list(NAMES), tensors)
     call = _call_of(tensors, options)
     check_selected(call)
-    refuse_lacking(call, "triton", (*TOKEN_SCALES, *INT4))
+    BACKEND.refuse_lacking(call)
     given = [name for name, x in zip(NAMES, tensors, strict=True) if x is not None]
     return after_copies(_plan_checked(call, given, options), copied)
 

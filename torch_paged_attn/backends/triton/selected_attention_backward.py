@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.inverse_lists import InverseLists
 from torch_paged_attn.backends.triton.portable import selected
@@ -23,6 +24,7 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
     """Arguments as in the op's schema."""
     check(*args, **kwargs)
     call = BackwardCall.selected_attention(*args, **kwargs)
+    BACKEND.refuse_lacking(call)
     forward = selected.without_gaps(call.forward)
     results = call.new_results()
     for x in results:

@@ -11,7 +11,7 @@ from torch_paged_attn.backends.triton.page_sizes import has_rows
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
-from torch_paged_attn.ops.lacking import INT4, OPTIONAL, TOKEN_SCALES, lacking
+from torch_paged_attn.ops.lacking import INT4, OPTIONAL, TOKEN_SCALES, all_but, lacking
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -59,7 +59,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 # query is at the position of the last key, so `q_position` is left to the portable kernel
 OF_LISTS = ("k_start",)
 # callers look at `batch_invariant` themselves, and `_unsupported_types` at the forms of caches
-LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS, *TOKEN_SCALES, *INT4))
+LACKS = all_but(("batch_invariant", *OF_LISTS, *TOKEN_SCALES, *INT4), OPTIONAL)
 
 
 def unsupported_device(device: torch.device | None = None) -> str | None:
