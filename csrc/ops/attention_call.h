@@ -56,8 +56,7 @@ struct AttentionArguments {
   int64_t window_size_right = next.integer();
   double softcap = next.number();
   double dropout_p = has_lists ? 0 : next.number();
-  std::optional<DType> out_dtype =
-      has_out ? std::optional<DType>() : next.optional_dtype();
+  std::optional<DType> out_dtype = has_out ? std::optional<DType>() : next.optional_dtype();
   bool deterministic = next.boolean();  // the backward's alone
   bool batch_invariant = next.boolean();
   int64_t key_ranks = has_lists ? 1 : next.integer();
