@@ -68,7 +68,7 @@ AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 test: install
 	$(PYTHON) -m torch_paged_attn
 	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs \
-	  EMULATED=tests/contract/test_errors.py
+	  EMULATED=tests/contract/test_errors.py ISA_CASES="not page_order and not alone and not refuse"
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
 	@tools/changed_devices.sh here
@@ -95,10 +95,10 @@ test-neuron-emulated: install
 	  OMP_NUM_THREADS=1 $(ONE_PROCESS) $(EMULATED)
 
 # The CPU's kernels on an instruction set that this machine has beside its best one: make test-isa-avx2
-# Which pages and which other sequences there are is nothing to an instruction set.
+# (`make test` leaves out what the best one showed of pages and other sequences: ISA_CASES).
 test-isa-%: install
 	PAGED_ATTN_CPU_ISA=$* HYPOTHESIS_PROFILE=brief OMP_NUM_THREADS=1 $(ONE_PROCESS) -m "not any_isa" \
-	  -k "not page_order and not alone and not refuse" tests/backends tests/properties --backend cpu
+	  $(if $(ISA_CASES),-k "$(ISA_CASES)") tests/backends tests/properties --backend cpu
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install
@@ -283,6 +283,7 @@ thorough-mutants: install
 
 thorough-backends: install
 	$(THOROUGH) tests/backends
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) $$slower
 
 # every family for every TPU generation, and libtpu's limits on each
 thorough-tpu: install
