@@ -28,8 +28,7 @@ struct Kernels {
   void (*attend_backward)(const Backward&, const BackwardTask&, float* workspace);
   void (*reshape_and_cache)(const ReshapeAndCache&, int64_t task);
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
-  void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin,
-                                int64_t token_end);
+  void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin, int64_t token_end);
   int64_t (*mass_floats)(const SelectedMass&);  // float32 scratch of a list
   void (*selected_mass)(const SelectedMass&, int64_t sequence, int64_t token, int64_t list,
                         float* workspace);

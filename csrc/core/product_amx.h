@@ -154,7 +154,7 @@ struct AmxRowsRegisters : AmxRegisters {
 // GCC's intrinsic that loads a tile does not tell the compiler that it reads memory. This does,
 // before and after the load, so that no store is moved across it.
 PAGED_ATTN_INLINE void declare_read(const void* from) {
-  asm volatile("" : : "m"(*(const char(*)[1 << 16])from));
+  asm volatile("" : : "m"(*(const char (*)[1 << 16]) from));
 }
 #define PAGED_ATTN_LOAD_TILE(tile, from, stride) \
   do {                                           \

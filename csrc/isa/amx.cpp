@@ -2,10 +2,10 @@
 // again by AVX-512-BF16.
 #include "../core/product_amx_halves.h"
 #include "../kernels.h"
-#include "../kernels/prefill_amx.h"
 #include "../kernels/backward_of_lists.h"
 #include "../kernels/decode_amx.h"
 #include "../kernels/decode_amx_invariant.h"
+#include "../kernels/prefill_amx.h"
 
 namespace {
 

@@ -55,7 +55,9 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
 
 // The more rows a tile has, the more of them a packed block of keys serves: as many as leave a
 // second-level cache of 1 MiB room for the keys.
-paged_attn::RowLimits row_limits(const Attention& a) { return {few_rows(a), rows_in_cache(a, 512)}; }
+paged_attn::RowLimits row_limits(const Attention& a) {
+  return {few_rows(a), rows_in_cache(a, 512)};
+}
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {

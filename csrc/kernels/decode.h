@@ -87,10 +87,11 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
     constexpr int HEADS = decltype(heads)::value;
     const T* k[HEADS];
     for (int h = 0; h < HEADS; ++h)
-      k[h] = rows.rows(a.k, kv_head_of(a, task.group_begin + g + h), offset, columns, a.head_dim, h);
+      k[h] =
+          rows.rows(a.k, kv_head_of(a, task.group_begin + g + h), offset, columns, a.head_dim, h);
     dot_keys_in_order<Product, HEADS, T, ROWS>(
-        k, rows.offsets(offset), columns, rows.ahead, w.q + g * w.rows * w.stride_q, w.rows, a.head_dim, w.scale + g,
-        w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
+        k, rows.offsets(offset), columns, rows.ahead, w.q + g * w.rows * w.stride_q, w.rows,
+        a.head_dim, w.scale + g, w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
     return HEADS;
   };
   constexpr int HEADS = HEADS_IN_ORDER<Product, T, ROWS>;
@@ -101,7 +102,7 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
 // One block of keys for every group of the task.
 template <class Product, class Rows, int ROWS>
 inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                              const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
+                         const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   typedef typename Rows::Element T;
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
@@ -135,15 +136,14 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         const int64_t* in_memory = block.k_offset + c;
         const T* k = cache.rows(a.k, head_of_group(g), in_memory, step, head_dim);
         const int64_t* offset = cache.offsets(in_memory);
-        dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead,
-                                   w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
-                                   w.rows, head_dim, w.scale[g], scores);
+        dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead, w.q + g * w.rows * w.stride_q,
+                                   w.lane_scales + g * w.rows * W, w.rows, head_dim, w.scale[g],
+                                   scores);
         if (Product::FIXED && c == 0) w.is_corrected[g] = w.loss[g] * largest_scale(g) > 1;
         if (Product::FIXED && w.is_corrected[g] > 0)
-          dot_keys<Product, T, ROWS, true>(k, offset, step, cache.ahead,
-                                           w.low + g * w.rows * w.stride_q,
-                                           w.low_scales + g * w.rows * W, w.rows, head_dim,
-                                           w.scale[g], scores);
+          dot_keys<Product, T, ROWS, true>(
+              k, offset, step, cache.ahead, w.low + g * w.rows * w.stride_q,
+              w.low_scales + g * w.rows * W, w.rows, head_dim, w.scale[g], scores);
       });
     }
   }
@@ -192,7 +192,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   for (int64_t row = 0; apart && row < groups * w.rows; ++row) {
     const F rescale = set1(w.rescale[row]), weight = set1(Product::FIXED ? w.weight[row] : 1.f);
     for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
-      store(w.acc + i, fma(load(w.acc + i), rescale, Product::as_floats(load(w.sums + i)) * weight));
+      store(w.acc + i,
+            fma(load(w.acc + i), rescale, Product::as_floats(load(w.sums + i)) * weight));
   }
 }
 
@@ -213,9 +214,8 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
     w.loss[g] = 0;
     for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
       const int64_t first = i * w.stride_q;
-      const float lost =
-          Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W, w.low + first,
-                                w.low_scales + i * W);
+      const float lost = Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W,
+                                               w.low + first, w.low_scales + i * W);
       if (!(lost < INFINITY)) return false;
       const float loss = sqrtf(lost) * fabsf(scale) / LOSS;
       w.loss[g] = loss > w.loss[g] ? loss : w.loss[g];
@@ -227,7 +227,7 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
 // False, and nothing is written, if the queries do not fit a product in fixed point.
 template <class Product>
 inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                        float* memory) {
+                   float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
@@ -246,25 +246,32 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
   if constexpr (Product::FIXED)
     if (!fix_queries<Product>(a, task, w)) return false;
 
-  for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
-                                     __attribute__((always_inline)) {
-    const KeyBlock& upcoming = more ? next : block;
-    const auto attend = [&](auto rows) __attribute__((always_inline)) {
-      typedef typename decltype(rows)::type Rows;
-      switch (w.rows) {
-        case 1: return decode_block<Product, Rows, 1>(a, s, task, block, upcoming, w);
-        case 2: return decode_block<Product, Rows, 2>(a, s, task, block, upcoming, w);
-        default: return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
-      }
-    };
-    if constexpr (Product::PACKED == 2) return attend(TypeTag<RowsInPlace<int4x2>>());
-    if constexpr (Product::template accepts<int8_t>)
-      if (a.kv_dtype == paged_attn::DType::int4) return attend(TypeTag<UnpackedRows>());
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (Product::template accepts<T>) attend(TypeTag<RowsInPlace<T>>());
-    });
-  });
+  for_each_block(a, s, task, ROW_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool more)
+                     __attribute__((always_inline)) {
+                       const KeyBlock& upcoming = more ? next : block;
+                       const auto attend = [&](auto rows) __attribute__((always_inline)) {
+                         typedef typename decltype(rows)::type Rows;
+                         switch (w.rows) {
+                           case 1:
+                             return decode_block<Product, Rows, 1>(a, s, task, block, upcoming, w);
+                           case 2:
+                             return decode_block<Product, Rows, 2>(a, s, task, block, upcoming, w);
+                           default:
+                             return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
+                         }
+                       };
+                       if constexpr (Product::PACKED == 2)
+                         return attend(TypeTag<RowsInPlace<int4x2>>());
+                       if constexpr (Product::template accepts<int8_t>)
+                         if (a.kv_dtype == paged_attn::DType::int4)
+                           return attend(TypeTag<UnpackedRows>());
+                       with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+                         typedef typename decltype(tag)::type T;
+                         if constexpr (Product::template accepts<T>)
+                           attend(TypeTag<RowsInPlace<T>>());
+                       });
+                     });
   for (int g = 0; g < groups; ++g)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = g * w.rows + r;

@@ -184,14 +184,14 @@ PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
 
 // One block of keys for every group of the task.
 template <class T, int ROWS>
-inline void decode_block_amx(const Attention& a, const Sequence& s,
-                                       const paged_attn::Task& task, const KeyBlock& block,
-                                       const KeyBlock& next, const AmxRowsWorkspace& w) {
+inline void decode_block_amx(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                             const KeyBlock& block, const KeyBlock& next,
+                             const AmxRowsWorkspace& w) {
   const int columns = block.num_columns;
   const auto data_of = [&](const paged_attn::KeyValue& x, int group)
-      __attribute__((always_inline)) {
-    return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
-  };
+                           __attribute__((always_inline)) {
+                             return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
+                           };
   const int groups = task.group_end - task.group_begin;
   ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
                       ahead_bytes<T>(a, groups));
@@ -243,8 +243,8 @@ PAGED_ATTN_INLINE void turn_queries(const Attention& a, const Sequence& s,
 
 // Returns false, and has written nothing, if a sum is not finite.
 template <int ROWS>
-inline bool decode_amx(const Attention& a, const Sequence& s,
-                                 const paged_attn::Task& task, float* memory) {
+inline bool decode_amx(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                       float* memory) {
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
   const AmxRowsWorkspace w = amx_rows_workspace(a, rows, groups, memory);
@@ -256,14 +256,15 @@ inline bool decode_amx(const Attention& a, const Sequence& s,
     turn_queries<ROWS>(a, s, task, task.group_begin + g, depth, w.tiles, w.q + g * depth * ROWS);
   }
 
-  for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
-                                     __attribute__((always_inline)) {
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (AmxProduct::accepts<T>)
-        decode_block_amx<T, ROWS>(a, s, task, block, more ? next : block, w);
-    });
-  });
+  for_each_block(a, s, task, ROW_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool more)
+                     __attribute__((always_inline)) {
+                       with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+                         typedef typename decltype(tag)::type T;
+                         if constexpr (AmxProduct::accepts<T>)
+                           decode_block_amx<T, ROWS>(a, s, task, block, more ? next : block, w);
+                       });
+                     });
 
   I finite = I{} - 1;
   for (int64_t i = 0; i < groups * 2 * ROWS; ++i)

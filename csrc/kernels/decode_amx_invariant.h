@@ -13,8 +13,8 @@
 // task is computed again with packed values.
 #pragma once
 
-#include "prefill_amx.h"
 #include "decode_amx.h"
+#include "prefill_amx.h"
 
 namespace {
 
@@ -167,15 +167,15 @@ PAGED_ATTN_INLINE void weigh_packed(const T* v, const int64_t* offset, int colum
 // One block of keys for every group of the task.
 template <class T, int ROWS, class Product>
 inline void decode_block_invariant(const Attention& a, const Sequence& s,
-                                  const paged_attn::Task& task, const KeyBlock& block,
-                                  const KeyBlock& next, const AmxInOrderWorkspace& w) {
+                                   const paged_attn::Task& task, const KeyBlock& block,
+                                   const KeyBlock& next, const AmxInOrderWorkspace& w) {
   const int columns = block.num_columns;
   const int groups = task.group_end - task.group_begin;
   const int64_t rows = rows_of(a, task), floats_of_sums = w.value_tiles * 2 * ROWS * W;
   const auto data_of = [&](const paged_attn::KeyValue& x, int group)
-      __attribute__((always_inline)) {
-    return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
-  };
+                           __attribute__((always_inline)) {
+                             return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
+                           };
   ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
                       ahead_bytes<T>(a, groups));
   ReadAhead<T>* const ahead = PACKED<Product> ? nullptr : &cursor;
@@ -206,8 +206,8 @@ inline void decode_block_invariant(const Attention& a, const Sequence& s,
       const T* values = data_of(a.v, group);
       if (PACKED<Product>) {
         if (!is_second)
-          weigh_packed(values, block.v_offset + c, int(min64(PAIR_KEYS, columns - c)),
-                       a.head_dim_v, p + c / 2, acc, w.stride_acc, w.tiles);
+          weigh_packed(values, block.v_offset + c, int(min64(PAIR_KEYS, columns - c)), a.head_dim_v,
+                       p + c / 2, acc, w.stride_acc, w.tiles);
         continue;
       }
       const TileRows<T> v =
@@ -236,14 +236,15 @@ inline bool decode_amx_invariant(const Attention& a, const Sequence& s,
     turn_queries<ROWS>(a, s, task, task.group_begin + g, w.key_tiles * W, w.tiles,
                        w.q + g * ROWS * w.key_tiles * W);
   }
-  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
-                                     __attribute__((always_inline)) {
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (AmxProduct::accepts<T>)
-        decode_block_invariant<T, ROWS, Product>(a, s, task, block, more ? next : block, w);
-    });
-  });
+  for_each_block(
+      a, s, task, MAX_COLUMNS,
+      [&](const KeyBlock& block, const KeyBlock& next, bool more) __attribute__((always_inline)) {
+        with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+          typedef typename decltype(tag)::type T;
+          if constexpr (AmxProduct::accepts<T>)
+            decode_block_invariant<T, ROWS, Product>(a, s, task, block, more ? next : block, w);
+        });
+      });
   _tile_release();
 
   const int64_t floats = w.stride_acc - PADDING;

@@ -178,8 +178,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = all)
         multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
                           min64(MAX_CHAIN, depth - d), scale, keep);
-      if (scales.of_keys)
-        scale_columns(w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_keys);
+      if (scales.of_keys) scale_columns(w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_keys);
       if (w.depth_latent == 0) continue;
       q += round_up(depth, W);
       panel = w.latents + c / PANEL * w.depth_latent * PANEL + c % PANEL;
@@ -216,7 +215,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
 
 template <class Product>
 inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                        float* memory) {
+                         float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
   const int64_t kv_head = kv_head_of(a, task.group_begin);
@@ -230,12 +229,14 @@ inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY, w.l[r] = 0;
 
-  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
-                                     __attribute__((always_inline)) {
-    pack_block<Product>(a, kv_head, block, w.keys, w.values, w.unpacked);
-    if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values, w.unpacked);
-    attend_block<Product>(a, s, task, block, next, w);
-  });
+  for_each_block(a, s, task, MAX_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool)
+                     __attribute__((always_inline)) {
+                       pack_block<Product>(a, kv_head, block, w.keys, w.values, w.unpacked);
+                       if (a.latent)
+                         pack_latents<Product>(a, kv_head, block, w.latents, w.values, w.unpacked);
+                       attend_block<Product>(a, s, task, block, next, w);
+                     });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r], w.l[r]);
 }

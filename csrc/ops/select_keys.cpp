@@ -93,8 +93,8 @@ bool accept(const SelectArguments& x, SelectKeys& s) {
   if (!is_unit_size(x.select_size)) return false;
   if (x.score != "relu" && x.score != "identity") return false;
   if (x.pool != "max" && x.pool != "mean" && x.pool != "sum") return false;
-  if (x.force_first < 0 || x.force_last < 0 || x.num_units < 1 ||
-      x.force_first > x.num_units || x.force_last > x.num_units - x.force_first)
+  if (x.force_first < 0 || x.force_last < 0 || x.num_units < 1 || x.force_first > x.num_units ||
+      x.force_last > x.num_units - x.force_first)
     return false;
   s.has_relu = x.score == "relu";
   s.pool = x.pool == "max" ? Pool::max : x.pool == "mean" ? Pool::mean : Pool::sum;
@@ -160,8 +160,7 @@ void run(const SelectKeys& x, int32_t* ids, int32_t* counts) {
     const Sequence s = sequence_at(a, b);
     const int64_t units = units_of(s);
     if (units == 0) continue;
-    const int64_t tokens =
-        std::max<int64_t>(1, std::min(ROWS / a.group_size, MOST_SCORES / units));
+    const int64_t tokens = std::max<int64_t>(1, std::min(ROWS / a.group_size, MOST_SCORES / units));
     most_tokens = std::max(most_tokens, std::min(tokens, s.q_len));
     most_units = std::max(most_units, std::min(tokens, s.q_len) * units);
     cost += s.q_len * s.k_len * a.num_heads * a.head_dim;
@@ -221,6 +220,4 @@ void select_keys(StableIValue* stack, uint64_t num_args, uint64_t) {
 }  // namespace
 }  // namespace paged_attn
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
-  m.impl("select_keys", &paged_attn::select_keys);
-}
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("select_keys", &paged_attn::select_keys); }
