@@ -12,10 +12,10 @@
       row_limits,                                         \
       workspace_floats,                                   \
       attend,                                             \
-      merge_splits,                                       \
-      backward_statistics,                                \
       backward_floats,                                    \
       attend_backward,                                    \
+      merge_splits,                                       \
+      backward_statistics,                                \
       reshape_and_cache,                                  \
       merge_states,                                       \
       merge_states_backward,                              \

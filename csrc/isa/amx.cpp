@@ -31,10 +31,10 @@ paged_attn::RowLimits row_limits(const Attention& a) {
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   int64_t few =
-      few_rows ? amx_decode_workspace<BlockSums<16>>(a, few_rows, groups, nullptr).floats : 0;
+      few_rows ? amx_decode_workspace<BlockSums<16>>(a, few_rows, groups, nullptr).floats() : 0;
   if (few_rows && a.batch_invariant)
-    few = amx_decode_workspace<StepSums<16, AmxHalves>>(a, few_rows, groups, nullptr).floats;
-  const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
+    few = amx_decode_workspace<StepSums<16, AmxHalves>>(a, few_rows, groups, nullptr).floats();
+  const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats() : 0;
   return max64(vectors.workspace_floats(a, few_rows, groups, 0), max64(few, tile));
 }
 
@@ -91,20 +91,5 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 
 // Only the kernels that multiply pairs; engines.cpp takes all others from another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
-    "amx",
-    row_limits,
-    workspace_floats,
-    attend,
-    nullptr,  // merge_splits
-    nullptr,  // backward_statistics
-    floats_of_backward,
-    attend_backward_by_tiles,
-    nullptr,  // reshape_and_cache
-    nullptr,  // merge_states
-    nullptr,  // merge_states_backward
-    nullptr,  // mass_floats
-    nullptr,  // selected_mass
-    nullptr,  // select_floats
-    nullptr,  // score_units
-    nullptr,  // multiply_sample
+    "amx", row_limits, workspace_floats, attend, floats_of_backward, attend_backward_by_tiles,
 };

@@ -25,7 +25,7 @@ class BackwardOfLists : BackwardOfTask<Product> {
                                     float* memory)
       : Base(backward, backward_task, listed, memory),
         of_queries(backward_task.rows_begin == backward_task.rows_end),
-        dq(memory + w.floats),
+        dq(memory + w.floats()),
         dk(dq),
         dv(dk + backward.listed_rows * w.stride_dk) {}
 
@@ -137,7 +137,7 @@ class BackwardOfLists : BackwardOfTask<Product> {
 template <class Product>
 inline int64_t floats_of_backward_task(const Backward& b) {
   const BackwardWorkspace w = backward_workspace<Product>(b, b.tile_rows, nullptr);
-  return w.floats + (b.forward.selection.enabled ? list_sums(b, w) : 0);
+  return w.floats() + (b.forward.selection.enabled ? list_sums(b, w) : 0);
 }
 
 template <class Product>

@@ -15,10 +15,9 @@ namespace {
 // which packs.
 PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
 
-struct RowsWorkspace {
-  int64_t rows;  // of a group, rounded up to whole register blocks
-  int64_t stride_q, stride_acc;
-  float *q, *acc, *m, *l, *scores;
+struct RowsWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
   float* scale;  // of a group's dot products
   // sums over a block, in fixed point or where sums have to be those of prefill.h; and there
   // transposed keys
@@ -31,35 +30,28 @@ struct RowsWorkspace {
   // multiplied, too, in a block
   float *lane_scales, *low, *low_scales, *loss, *is_corrected;
   float* unpacked;  // rows of int4 as int8
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
                                                float* memory) {
-  RowsWorkspace w;
-  Workspace space(memory);
+  RowsWorkspace w(memory);
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
   w.stride_q = padded<Product>(a.head_dim) / Product::DEPTH;
   w.stride_acc = padded<Product>(a.head_dim_v);
-  w.q = space.take(groups * w.rows * w.stride_q);
-  w.acc = space.take(groups * w.rows * w.stride_acc);
-  w.m = space.take(groups * w.rows);
-  w.l = space.take(groups * w.rows);
-  w.scores = space.take(groups * w.rows * ROW_COLUMNS);
-  w.scale = space.take(groups);
-  w.lane_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
-  w.low_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.loss = space.take(groups);
-  w.is_corrected = space.take(groups);
-  w.weight = space.take(groups * w.rows);
-  w.rescale = space.take(groups * w.rows);
-  w.sums = space.take(Product::FIXED || a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
-  w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
+  w.take_rows(groups, w.rows * w.stride_acc, 1, groups * w.rows * ROW_COLUMNS);
+  w.scale = w.take(groups);
+  w.lane_scales = w.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.low = w.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
+  w.low_scales = w.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.loss = w.take(groups);
+  w.is_corrected = w.take(groups);
+  w.weight = w.take(groups * w.rows);
+  w.rescale = w.take(groups * w.rows);
+  w.sums = w.take(Product::FIXED || a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
+  w.turned = w.take(a.batch_invariant ? w.stride_q * W : 0);
   const bool is_packed = a.kv_dtype == paged_attn::DType::int4 && Product::PACKED == 1;
-  w.unpacked = space.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
-  w.floats = space.floats();
+  w.unpacked = w.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
   return w;
 }
 

@@ -23,15 +23,15 @@ static_assert(TILE_KEYS == ALIGN, "segments are whole tiles");
 // Rows of a group, rounded up to those that registers are configured for.
 PAGED_ATTN_INLINE int64_t register_rows(int64_t rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 16; }
 
-struct AmxDecodeWorkspace {
-  int64_t rows, key_tiles, value_tiles;
-  // floats between rows' sums, of a group's, from even dims to the odd ones and from 32 dims to the
-  // next
-  int64_t stride_acc, group_acc, stride_odd, stride_dims;
-  float *q, *acc, *m, *l, *scores, *scale, *tiles;
+struct AmxDecodeWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
+  int64_t key_tiles, value_tiles;
+  // floats of a group's sums, from even dims to the odd ones and from 32 dims to the next
+  int64_t group_acc, stride_odd, stride_dims;
+  float *scale, *tiles;
   float*
       sums;  // over a step, of a group: for each 32 dims the rows' even ones, then their odd ones
-  int64_t floats;
 };
 
 // `Sums` says in which order values are added up, and so where the sums are: BlockSums below, or
@@ -39,22 +39,17 @@ struct AmxDecodeWorkspace {
 template <class Sums>
 PAGED_ATTN_INLINE AmxDecodeWorkspace amx_decode_workspace(const Attention& a, int64_t rows,
                                                           int64_t groups, float* memory) {
-  AmxDecodeWorkspace w;
-  Workspace space(memory);
+  AmxDecodeWorkspace w(memory);
   w.rows = register_rows(rows);
   w.key_tiles = round_up(a.head_dim, TILE_DIMS) / TILE_DIMS;
   w.value_tiles = round_up(a.head_dim_v, TILE_DIMS) / TILE_DIMS;
+  w.stride_q = w.key_tiles * W;
   Sums::lay_out(w);
-  w.q = space.take(groups * w.rows * w.key_tiles * W);
-  w.acc = space.take(groups * w.group_acc);
-  w.m = space.take(groups * w.rows);
-  w.l = space.take(groups * w.rows * Sums::LANES);
-  w.scores = space.take(groups * 2 * w.rows * Sums::STRIDE);
-  w.scale = space.take(groups);
-  w.sums = space.take(Sums::BY_STEPS ? groups * w.value_tiles * 2 * w.rows * W : 0);
+  w.take_rows(groups, w.group_acc, Sums::LANES, groups * 2 * w.rows * Sums::STRIDE);
+  w.scale = w.take(groups);
+  w.sums = w.take(Sums::BY_STEPS ? groups * w.value_tiles * 2 * w.rows * W : 0);
   // rows of queries, a tile of keys or values, or a step's packed values
-  w.tiles = space.take(max64(w.key_tiles, 2 * w.value_tiles) * TILE_FLOATS);
-  w.floats = space.floats();
+  w.tiles = w.take(max64(w.key_tiles, 2 * w.value_tiles) * TILE_FLOATS);
   return w;
 }
 
@@ -250,7 +245,7 @@ inline void decode_block_amx(const Attention& a, const Sequence& s, const paged_
           tile_rows(data_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
       // in the place of the second copy of the probabilities
       float* scores = w.scores + (2 * g + 1) * ROWS * Sums::STRIDE;
-      dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS);
+      dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.stride_q, w.key_tiles, scores + c * ROWS);
     }
   }
   const bool finished =
@@ -296,10 +291,10 @@ inline bool decode_amx(const Attention& a, const Sequence& s, const paged_attn::
   memset(w.acc, 0, groups * w.group_acc * sizeof(float));
   memset(w.l, 0, groups * ROWS * Sums::LANES * sizeof(float));
   for (int64_t i = 0; i < groups * ROWS; ++i) w.m[i] = -INFINITY;
-  const int64_t depth = w.key_tiles * W;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, kv_head_of(a, task.group_begin + g));
-    turn_queries<ROWS>(a, s, task, task.group_begin + g, depth, w.tiles, w.q + g * depth * ROWS);
+    turn_queries<ROWS>(a, s, task, task.group_begin + g, w.stride_q, w.tiles,
+                       w.q + g * w.stride_q * ROWS);
   }
   for_each_block(a, s, task, Sums::COLUMNS,
                  [&](const KeyBlock& block, const KeyBlock& next, bool more)

@@ -20,28 +20,22 @@ constexpr float HEADROOM = 8.f;
 constexpr int64_t PADDING = W;
 constexpr int SCORES = MAX_COLUMNS + int(PADDING);
 
-struct AmxWorkspace {
-  int64_t rows, stride_q, stride_acc;
-  float *q, *acc, *m, *l, *keys, *values, *scores;
+struct AmxWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
+  float *keys, *values;
   float* unpacked;  // rows of int4 as int8
-  int64_t floats;
 };
 
 PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, float* memory) {
-  AmxWorkspace w;
-  Workspace space(memory);
+  AmxWorkspace w(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
   w.stride_q = key_depth<AmxProduct>(a) + PADDING;
   w.stride_acc = round_up(a.head_dim_v, W) + PADDING;
-  w.q = space.take(w.rows * w.stride_q);
-  w.acc = space.take(w.rows * w.stride_acc);
-  w.m = space.take(w.rows);
-  w.l = space.take(w.rows * W);  // a vector of sums a row
-  w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
-  w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
-  w.scores = space.take(2 * AmxProduct::ROWS * SCORES);
-  w.unpacked = space.take(floats_of_unpacked(a));
-  w.floats = space.floats();
+  w.take_rows(1, w.rows * w.stride_acc, W, 2 * AmxProduct::ROWS * SCORES);
+  w.keys = w.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
+  w.values = w.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
+  w.unpacked = w.take(floats_of_unpacked(a));
   return w;
 }
 

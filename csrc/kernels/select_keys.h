@@ -14,26 +14,25 @@ using paged_attn::Pool;
 using paged_attn::SelectKeys;
 using paged_attn::SelectTask;
 
-struct SelectWorkspace {
+struct SelectWorkspace : Workspace {
+  using Workspace::Workspace;
+
   int64_t rows, stride_q;
   float *q, *weights, *keys, *scores;
   float* sums;  // (token, column): a key's score
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE SelectWorkspace select_workspace(const Attention& a, int64_t tokens,
                                                    float* memory) {
-  SelectWorkspace w;
-  Workspace space(memory);
+  SelectWorkspace w(memory);
   w.rows = round_up(tokens * a.group_size, Product::ROWS);
   w.stride_q = round_up(key_depth<Product>(a), W);
-  w.q = space.take(w.rows * w.stride_q);
-  w.weights = space.take(w.rows);
-  w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.scores = space.take(Product::ROWS * MAX_COLUMNS);
-  w.sums = space.take(tokens * MAX_COLUMNS);
-  w.floats = space.floats();
+  w.q = w.take(w.rows * w.stride_q);
+  w.weights = w.take(w.rows);
+  w.keys = w.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.scores = w.take(Product::ROWS * MAX_COLUMNS);
+  w.sums = w.take(tokens * MAX_COLUMNS);
   return w;
 }
 
