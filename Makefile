@@ -249,6 +249,7 @@ lint: install
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 	$(VENV)/bin/zizmor --quiet --offline .github
 	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import baselines
+import ort_peer
 import report
 import torch
 import vllm_peer
@@ -43,7 +44,8 @@ def prepare_peers(workload: Workload, flex: bool) -> tuple[dict[str, Any], dict[
     if isinstance(workload, AttentionWorkload):
         subject: Any = workload.call
         slow = baselines.SLOW_PEERS if flex else ()
-        peers: Any = (*baselines.TORCH_PEERS, *vllm_peer.VLLM_PEERS, *slow)
+        others = (*vllm_peer.VLLM_PEERS, ort_peer.OnnxRuntime())
+        peers: Any = (*baselines.TORCH_PEERS, *others, *slow)
         wrong = workload.check_peer
     elif isinstance(workload, BackwardWorkload):
         subject, peers, wrong = workload, baselines.BACKWARD_PEERS, workload.check_peer

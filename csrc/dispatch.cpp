@@ -45,7 +45,8 @@ Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k, &k}
 
 bool is_vendor(const char* name) {
   unsigned eax, words[3];
-  return __get_cpuid(0, &eax, &words[0], &words[2], &words[1]) && !memcmp(words, name, sizeof words);
+  return __get_cpuid(0, &eax, &words[0], &words[2], &words[1]) &&
+         !memcmp(words, name, sizeof words);
 }
 
 struct Model {
@@ -190,8 +191,7 @@ std::vector<InstructionSet> find_instruction_sets() {
   sets.push_back({amx, has_pairs ? missing_amx() : absent});
 #endif
 #endif
-  for (InstructionSet& set : sets)
-    set.engines.ahead_into_second_level = has_slow_first_level();
+  for (InstructionSet& set : sets) set.engines.ahead_into_second_level = has_slow_first_level();
 #elif defined(__aarch64__)
 #if defined(PAGED_ATTN_WITHOUT_neon)
   sets.push_back({{"neon"}, not_built("neon")});

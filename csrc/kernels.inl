@@ -6,22 +6,22 @@
 #include "kernels/merge_states_backward.h"
 #include "kernels/reshape_and_cache.h"
 
-#define PAGED_ATTN_KERNELS(isa)                                                       \
-  const paged_attn::Kernels paged_attn::kernels_##isa = {                             \
-      #isa,                                                                           \
-      row_limits,                                                                     \
-      workspace_floats,                                                               \
-      attend,                                                                         \
-      merge_splits,                                                                   \
-      backward_statistics,                                                            \
-      backward_floats,                                                                \
-      attend_backward,                                                                \
-      reshape_and_cache,                                                              \
-      merge_states,                                                                   \
-      merge_states_backward,                                                          \
-      mass_floats,                                                                    \
-      selected_mass,                                                                  \
-      select_floats,                                                                  \
-      score_units,                                                                    \
-      multiply_sample,                                                                \
+#define PAGED_ATTN_KERNELS(isa)                           \
+  const paged_attn::Kernels paged_attn::kernels_##isa = { \
+      #isa,                                               \
+      row_limits,                                         \
+      workspace_floats,                                   \
+      attend,                                             \
+      backward_floats,                                    \
+      attend_backward,                                    \
+      merge_splits,                                       \
+      backward_statistics,                                \
+      reshape_and_cache,                                  \
+      merge_states,                                       \
+      merge_states_backward,                              \
+      mass_floats,                                        \
+      selected_mass,                                      \
+      select_floats,                                      \
+      score_units,                                        \
+      multiply_sample,                                    \
   }

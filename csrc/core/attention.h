@@ -39,8 +39,8 @@ PAGED_ATTN_INLINE int64_t elements_of(DType dtype, int64_t numbers) {
 }
 
 // Whether products of queries and keys can be made of pairs of bfloat16. They are exact for what
-// bfloat16 holds, which 8-bit numbers are; probabilities are rounded to bfloat16, so queries must not
-// ask for more.
+// bfloat16 holds, which 8-bit numbers are; probabilities are rounded to bfloat16, so queries must
+// not ask for more.
 PAGED_ATTN_INLINE bool multiply_as_pairs(DType q, DType kv) {
   return (q == DType::bfloat16 || bytes_of(q) == 1) && (kv == DType::bfloat16 || bytes_of(kv) == 1);
 }
@@ -150,7 +150,7 @@ struct Attention {
   // layout gives every query head a row of its own.
   int64_t num_groups, group_size;
 
-  void* out;        // (total_q, num_heads, head_dim_v)
+  void* out;  // (total_q, num_heads, head_dim_v)
   int64_t out_stride_token, out_stride_head;
   float* lse;       // (num_heads, total_q), contiguous
   float* partials;  // results of split sequences, waiting for the merge
@@ -160,8 +160,8 @@ struct Attention {
 // Set once, by engines.cpp, for the processor at hand.
 extern bool reads_ahead_into_second_level;
 
-// A group's rows of queries, which decide what serves them: up to `few` read keys in place, for more
-// the keys are packed, for up to `tile` of them at once.
+// A group's rows of queries, which decide what serves them: up to `few` read keys in place, for
+// more the keys are packed, for up to `tile` of them at once.
 struct RowLimits {
   int64_t few, tile;
 };

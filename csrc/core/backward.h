@@ -18,9 +18,9 @@ struct QueryTile {
 
 // A row of the block layout that lists columns of a key tile.
 struct LayoutEntry {
-  int32_t row;         // counted from the sequence's first one
+  int32_t row;          // counted from the sequence's first one
   int32_t rank, count;  // number of this key tile among those that the row lists; how many it lists
-  uint32_t granules;   // bit i: columns [i, i + 1) * ALIGN of the key tile are listed
+  uint32_t granules;    // bit i: columns [i, i + 1) * ALIGN of the key tile are listed
 };
 
 struct BackwardSequence {

@@ -1,5 +1,5 @@
-// How few query rows read the keys and values of a cache: in place, or by way of int8 where the cache
-// holds int4.
+// How few query rows read the keys and values of a cache: in place, or by way of int8 where the
+// cache holds int4.
 #pragma once
 
 #include "read_ahead.h"

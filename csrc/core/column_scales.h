@@ -1,4 +1,5 @@
-// Scales by token of a block's columns: those of keys multiply scores, those of values probabilities.
+// Scales by token of a block's columns: those of keys multiply scores, those of values
+// probabilities.
 #pragma once
 
 #include "paged_kv.h"
@@ -47,8 +48,8 @@ PAGED_ATTN_INLINE void scale_columns(float* scores, int64_t stride, int rows, in
 }
 
 // Adds the same columns of other scores, multiplied by scales.
-PAGED_ATTN_INLINE void add_scaled_columns(const float* from, float* scores, int64_t stride, int rows,
-                                          int begin, int end, const float* scales) {
+PAGED_ATTN_INLINE void add_scaled_columns(const float* from, float* scores, int64_t stride,
+                                          int rows, int begin, int end, const float* scales) {
   for (int c = begin; c < end; c += W) {
     const F scale = load(scales + c);
     for (int r = 0; r < rows; ++r) {
@@ -64,10 +65,10 @@ PAGED_ATTN_INLINE void fetch_column_scales(const Attention& a, int64_t kv_head,
                                            const KeyBlock& block) {
   const auto fetch = [&](const paged_attn::TokenScales& from, const int64_t* offset)
                          __attribute__((always_inline)) {
-    if (!from) return;
-    for (int c = 0; c < block.num_columns; c += ALIGN)
-      __builtin_prefetch(from.data + kv_head * from.stride_head + offset[c]);
-  };
+                           if (!from) return;
+                           for (int c = 0; c < block.num_columns; c += ALIGN)
+                             __builtin_prefetch(from.data + kv_head * from.stride_head + offset[c]);
+                         };
   fetch(a.k_scales, block.k_scale);
   fetch(a.v_scales, block.v_scale);
 }

@@ -118,8 +118,7 @@ PAGED_ATTN_APART I lanes_of_tail(const Attention& a, const ScoreRow& row, int64_
 // The positions of keys [key, key + W), counted from that of `key`.
 PAGED_ATTN_APART F positions_from(const Attention& a, int64_t key) {
   F positions = {};
-  for (int i = 0; i < W; ++i)
-    positions[i] = float(key_position(a, key + i) - key_position(a, key));
+  for (int i = 0; i < W; ++i) positions[i] = float(key_position(a, key + i) - key_position(a, key));
   return positions;
 }
 
@@ -235,7 +234,8 @@ inline void mark_seen(const Attention& a, const Sequence& s, const paged_attn::T
       for (int i = 0; i < block.num_segments; ++i) {
         const Segment& segment = block.segments[i];
         for (int c = segment.begin; c < segment.end; c += W) {
-          const F logits = finish_logits(a, in_segment(a, row, segment), segment.key + c - segment.begin, F{});
+          const F logits =
+              finish_logits(a, in_segment(a, row, segment), segment.key + c - segment.begin, F{});
           seen[c / W] |= (I)(logits != set1(-INFINITY));
         }
       }

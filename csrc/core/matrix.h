@@ -85,8 +85,7 @@ struct Matrix {
   // steps.
   static inline void multiply(const float* a, int64_t stride_a, int64_t rows, const float* b,
                               int64_t stride_b, int64_t begin, int64_t end, float* c,
-                              int64_t stride_c, int64_t depth, bool add,
-                              Fetch fetch = {}) {
+                              int64_t stride_c, int64_t depth, bool add, Fetch fetch = {}) {
     constexpr int ROWS = Product::ROWS, PANEL = Product::PANEL;
     float ones[ROWS];
     for (float& x : ones) x = 1.f;

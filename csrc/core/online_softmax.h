@@ -8,8 +8,9 @@
 
 namespace {
 
-// Replaces numbers of a row, which scales by token have made as large or small as they are, by their
-// shares of the largest one, as operands in fixed point. Returns that one; NaN if some are not finite.
+// Replaces numbers of a row, which scales by token have made as large or small as they are, by
+// their shares of the largest one, as operands in fixed point. Returns that one; NaN if some are
+// not finite.
 template <class Product>
 PAGED_ATTN_INLINE float fix_row(float* row, int begin, int end) {
   constexpr int DEPTH = Product::DEPTH;
@@ -76,8 +77,7 @@ PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, 
         if (v_scales) p[i] *= load(v_scales + c + i * W);
         if (Product::FIXED && v_scales) store(scores + r * stride + c + i * W, p[i]);
       }
-      if (!Product::FIXED || !v_scales)
-        store(scores + r * stride + c / DEPTH, Product::narrow(p));
+      if (!Product::FIXED || !v_scales) store(scores + r * stride + c / DEPTH, Product::narrow(p));
     }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {

@@ -21,8 +21,7 @@ inline void pack_keys(const T* k, const int64_t* offset, int count, int64_t head
       if (n == STEP) {
         for (int i = 0; i < W; ++i) rows[i] = Product::load_operands(k + offset[c + i] + d);
       } else {
-        for (int i = 0; i < W; ++i)
-          rows[i] = Product::load_operands(k + offset[c + i] + d, n);
+        for (int i = 0; i < W; ++i) rows[i] = Product::load_operands(k + offset[c + i] + d, n);
       }
       transpose(rows);
       const int64_t first = d / Product::DEPTH;

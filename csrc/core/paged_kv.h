@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int ALIGN = 16;
-constexpr int MAX_COLUMNS = 128;  // of a block that the forward walks over
+constexpr int MAX_COLUMNS = 128;   // of a block that the forward walks over
 constexpr int MOST_COLUMNS = 256;  // that a block has room for: a key tile of the backward's
 constexpr int CACHE_LINE = 64;
 

@@ -52,8 +52,8 @@ constexpr bool is_product() {
 struct FloatProduct : FloatSums {
   typedef FloatProduct Queries;
   static constexpr int DEPTH = 1;
-  static constexpr int GRAIN = 1;         // operands that the depth is a multiple of
-  static constexpr int ROWS = TILE_ROWS;  // of a register tile
+  static constexpr int GRAIN = 1;              // operands that the depth is a multiple of
+  static constexpr int ROWS = TILE_ROWS;       // of a register tile
   static constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
 
   template <class T>

@@ -154,7 +154,7 @@ struct AmxRowsRegisters : AmxRegisters {
 // GCC's intrinsic that loads a tile does not tell the compiler that it reads memory. This does,
 // before and after the load, so that no store is moved across it.
 PAGED_ATTN_INLINE void declare_read(const void* from) {
-  asm volatile("" : : "m"(*(const char(*)[1 << 16])from));
+  asm volatile("" : : "m"(*(const char (*)[1 << 16]) from));
 }
 #define PAGED_ATTN_LOAD_TILE(tile, from, stride) \
   do {                                           \
@@ -162,6 +162,52 @@ PAGED_ATTN_INLINE void declare_read(const void* from) {
     _tile_loadd(tile, from, stride);             \
     declare_read(from);                          \
   } while (0)
+
+// A square of sums in registers 0 to 3: two vectors of columns if `wide`, twice 16 rows if `tall`.
+// Strides count floats.
+struct AmxSquare {
+  bool wide, tall;
+
+  // From C if `add`, else from zero.
+  PAGED_ATTN_INLINE void begin(const float* c, int64_t stride, bool add) const {
+    if (add) {
+      const float* low = c + W * stride;
+      PAGED_ATTN_LOAD_TILE(0, c, stride * BYTES);
+      if (wide) PAGED_ATTN_LOAD_TILE(1, c + W, stride * BYTES);
+      if (tall) PAGED_ATTN_LOAD_TILE(2, low, stride * BYTES);
+      if (tall && wide) PAGED_ATTN_LOAD_TILE(3, low + W, stride * BYTES);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  PAGED_ATTN_INLINE void load_rows(const float* a, int64_t stride) const {
+    PAGED_ATTN_LOAD_TILE(4, a, stride * BYTES);
+    if (tall) PAGED_ATTN_LOAD_TILE(5, a + W * stride, stride * BYTES);
+  }
+  PAGED_ATTN_INLINE void multiply(const float* columns, int64_t stride) const {
+    PAGED_ATTN_LOAD_TILE(6, columns, stride * BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    if (tall) _tile_dpbf16ps(2, 5, 6);
+    if (wide) {
+      PAGED_ATTN_LOAD_TILE(7, columns + W, stride * BYTES);
+      _tile_dpbf16ps(1, 4, 7);
+      if (tall) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  PAGED_ATTN_INLINE void store(float* c, int64_t stride) const {
+    float* low = c + W * stride;
+    _tile_stored(0, c, stride * BYTES);
+    if (wide) _tile_stored(1, c + W, stride * BYTES);
+    if (tall) _tile_stored(2, low, stride * BYTES);
+    if (tall && wide) _tile_stored(3, low + W, stride * BYTES);
+  }
+
+ private:
+  static constexpr int64_t BYTES = sizeof(float);
+};
 
 // C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32.
 // The caller runs it step by step, with vector instructions between the steps, which run at the
@@ -191,42 +237,18 @@ struct AmxWork {
  private:
   template <int STEPS>
   PAGED_ATTN_INLINE void take_steps(bool wide, bool tall) {
-    constexpr int64_t BYTES = sizeof(float), PANEL = AmxProduct::PANEL;
-    float *top = c + row * W * stride_c, *low = top + W * stride_c;
-    if (step == 0) {
-      if (add) {
-        PAGED_ATTN_LOAD_TILE(0, top, stride_c * BYTES);
-        if (wide) PAGED_ATTN_LOAD_TILE(1, top + W, stride_c * BYTES);
-        if (tall) PAGED_ATTN_LOAD_TILE(2, low, stride_c * BYTES);
-        if (tall && wide) PAGED_ATTN_LOAD_TILE(3, low + W, stride_c * BYTES);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-    }
+    constexpr int64_t PANEL = AmxProduct::PANEL;
+    const AmxSquare sums = {wide, tall};
+    float* top = c + row * W * stride_c;
+    if (step == 0) sums.begin(top, stride_c, add);
 #pragma GCC unroll 2
     for (int i = step; i < step + STEPS; ++i) {
       const float *left = a + row * W * stride_a + i * W, *columns = b + i * W * PANEL;
-      PAGED_ATTN_LOAD_TILE(4, left, stride_a * BYTES);
-      PAGED_ATTN_LOAD_TILE(6, columns, PANEL * BYTES);
-      _tile_dpbf16ps(0, 4, 6);
-      if (tall) {
-        PAGED_ATTN_LOAD_TILE(5, left + W * stride_a, stride_a * BYTES);
-        _tile_dpbf16ps(2, 5, 6);
-      }
-      if (wide) {
-        PAGED_ATTN_LOAD_TILE(7, columns + W, PANEL * BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        if (tall) _tile_dpbf16ps(3, 5, 7);
-      }
+      sums.load_rows(left, stride_a);
+      sums.multiply(columns, PANEL);
     }
     if ((step += STEPS) < steps) return;
-    _tile_stored(0, top, stride_c * BYTES);
-    if (wide) _tile_stored(1, top + W, stride_c * BYTES);
-    if (tall) _tile_stored(2, low, stride_c * BYTES);
-    if (tall && wide) _tile_stored(3, low + W, stride_c * BYTES);
+    sums.store(top, stride_c);
     step = 0;
     row += 2;
     if (row < rows) return;

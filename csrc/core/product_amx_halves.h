@@ -81,40 +81,16 @@ struct Matrix<AmxHalfProduct> {
   static PAGED_ATTN_INLINE void square(const float* a, int64_t stride_a, const float* b,
                                        const float* turned, float* c, int64_t stride_c,
                                        int64_t steps, bool wide, bool tall, bool add) {
-    constexpr int64_t BYTES = sizeof(float), PANEL = AmxHalfProduct::PANEL;
-    float* low = c + W * stride_c;
-    if (add) {
-      PAGED_ATTN_LOAD_TILE(0, c, stride_c * BYTES);
-      if (wide) PAGED_ATTN_LOAD_TILE(1, c + W, stride_c * BYTES);
-      if (tall) PAGED_ATTN_LOAD_TILE(2, low, stride_c * BYTES);
-      if (tall && wide) PAGED_ATTN_LOAD_TILE(3, low + W, stride_c * BYTES);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    constexpr int64_t PANEL = AmxHalfProduct::PANEL;
+    const AmxSquare sums = {wide, tall};
+    sums.begin(c, stride_c, add);
     for (int64_t i = 0; i < steps; ++i) {
-      const float* rows = a + i * W;
-      PAGED_ATTN_LOAD_TILE(4, rows, stride_a * BYTES);
-      if (tall) PAGED_ATTN_LOAD_TILE(5, rows + W * stride_a, stride_a * BYTES);
+      sums.load_rows(a + i * W, stride_a);
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const float* columns = (half ? turned : b) + i * W * PANEL;
-        PAGED_ATTN_LOAD_TILE(6, columns, PANEL * BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        if (tall) _tile_dpbf16ps(2, 5, 6);
-        if (wide) {
-          PAGED_ATTN_LOAD_TILE(7, columns + W, PANEL * BYTES);
-          _tile_dpbf16ps(1, 4, 7);
-          if (tall) _tile_dpbf16ps(3, 5, 7);
-        }
-      }
+      for (int half = 0; half < 2; ++half)
+        sums.multiply((half ? turned : b) + i * W * PANEL, PANEL);
     }
-    _tile_stored(0, c, stride_c * BYTES);
-    if (wide) _tile_stored(1, c + W, stride_c * BYTES);
-    if (tall) _tile_stored(2, low, stride_c * BYTES);
-    if (tall && wide) _tile_stored(3, low + W, stride_c * BYTES);
+    sums.store(c, stride_c);
   }
 };
 

@@ -1,6 +1,6 @@
-// Products of 8-bit integers with 16-bit ones: keys and values of an int8 cache (or of int4, unpacked)
-// with queries and probabilities in fixed point. Bytes are widened by one instruction, where
-// bfloat16 would take five, and float32 two for half as many; sums are exact.
+// Products of 8-bit integers with 16-bit ones: keys and values of an int8 cache (or of int4,
+// unpacked) with queries and probabilities in fixed point. Bytes are widened by one instruction,
+// where bfloat16 would take five, and float32 two for half as many; sums are exact.
 //
 // Each lane of a row's queries has a unit of its own, a power of two. Numbers of bfloat16 of at
 // least 2^-7 of the lane's largest are exact. What rounding takes away from others is kept as a
@@ -50,8 +50,8 @@ struct FixedPoint {
       x[1] = as_float(pair & 0xffff0000u);
     };
     const auto pair_up = [](F* x) __attribute__((always_inline)) {
-      const U a = (U)__builtin_convertvector(round(x[0]), I);
-      const U b = (U)__builtin_convertvector(round(x[1]), I);
+      const U a = (U) __builtin_convertvector(round(x[0]), I);
+      const U b = (U) __builtin_convertvector(round(x[1]), I);
       return as_float((a & 0xffffu) | b << 16);
     };
     F top = set1(0x1p-80f);
@@ -148,7 +148,8 @@ struct QueryPairs : Bfloat16Pairs {
 
  private:
   static PAGED_ATTN_INLINE F pack(F low, F high) {
-    const __m256i halves = _mm256_packus_epi32((__m256i)(bits(low) >> 16), (__m256i)(bits(high) >> 16));
+    const __m256i halves =
+        _mm256_packus_epi32((__m256i)(bits(low) >> 16), (__m256i)(bits(high) >> 16));
     return (F)_mm256_permute4x64_epi64(halves, 0xd8);
   }
 };

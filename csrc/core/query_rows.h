@@ -25,8 +25,8 @@ PAGED_ATTN_INLINE void load_row(const T* from, int64_t head_dim, float* to) {
   constexpr int STEP = W * Product::DEPTH;
   for (int64_t d = 0; d < head_dim; d += STEP) {
     const int64_t n = head_dim - d;
-    const F operands = n >= STEP ? Product::load_operands(from + d)
-                                 : Product::load_operands(from + d, int(n));
+    const F operands =
+        n >= STEP ? Product::load_operands(from + d) : Product::load_operands(from + d, int(n));
     store(to + d / Product::DEPTH, operands);
   }
 }

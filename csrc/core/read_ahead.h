@@ -18,7 +18,8 @@ PAGED_ATTN_INLINE bool has_values_in_keys(const Attention& a) {
   return a.kv_dtype == a.v_dtype && a.k.stride_page == a.v.stride_page &&
          a.k.stride_head == a.v.stride_head && a.k.stride_token == a.v.stride_token &&
          offset >= 0 &&
-         offset < paged_attn::elements_of(a.kv_dtype, a.head_dim) * paged_attn::bytes_of(a.kv_dtype);
+         offset <
+             paged_attn::elements_of(a.kv_dtype, a.head_dim) * paged_attn::bytes_of(a.kv_dtype);
 }
 
 // Reads nothing ahead: of rows that were copied from where they are in memory.
@@ -83,8 +84,8 @@ class ReadAhead {
   const Attention& a;
   const int64_t first_head;
   const int heads, columns;
-  // Values that are numbers of their keys are in a cache already. Keys that lie apart take so long to
-  // read that they are prefetched while values are weighed, too: a part of a row for each row.
+  // Values that are numbers of their keys are in a cache already. Keys that lie apart take so long
+  // to read that they are prefetched while values are weighed, too: a part of a row for each row.
   const bool keys_alone;
   const int64_t distance;
   const bool into_second;
@@ -135,9 +136,8 @@ class ReadAhead {
   // A run has no gap: all rows of an outer index, or else a single row.
   PAGED_ATTN_INLINE void enter_run() {
     const int inners = heads_contiguous(chunk) ? heads : columns;
-    const int64_t row_elements =
-        chunk.values ? paged_attn::elements_of(a.v_dtype, a.head_dim_v)
-                     : paged_attn::elements_of(a.kv_dtype, a.head_dim);
+    const int64_t row_elements = chunk.values ? paged_attn::elements_of(a.v_dtype, a.head_dim_v)
+                                              : paged_attn::elements_of(a.kv_dtype, a.head_dim);
     const T* first = row(chunk, outer, inner);
     rows = 1;
     if (inner == 0) {

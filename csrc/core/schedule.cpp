@@ -8,9 +8,9 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t FULL_ROWS = 48;        // multiples of it fill the register tiles of every ISA
-constexpr int64_t MANY_TILES = 8;        // of a long sequence, at least, for threads to share
-constexpr int64_t PACKED_ROWS = 256;     // with fewer, packing the keys takes too large a part
+constexpr int64_t FULL_ROWS = 48;     // multiples of it fill the register tiles of every ISA
+constexpr int64_t MANY_TILES = 8;     // of a long sequence, at least, for threads to share
+constexpr int64_t PACKED_ROWS = 256;  // with fewer, packing the keys takes too large a part
 constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
 

@@ -11,7 +11,7 @@ struct Sequence {
   int64_t index;
   int64_t q_start, q_len;
   int64_t k_start, k_len;  // k_start counts tokens of packed keys
-  int64_t past;  // position of query token 0, Lk - Lq unless it is given; may be negative
+  int64_t past;            // position of query token 0, Lk - Lq unless it is given; may be negative
 };
 
 struct KeyRange {

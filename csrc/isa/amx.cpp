@@ -2,10 +2,10 @@
 // again by AVX-512-BF16.
 #include "../core/product_amx_halves.h"
 #include "../kernels.h"
-#include "../kernels/prefill_amx.h"
 #include "../kernels/backward_of_lists.h"
 #include "../kernels/decode_amx.h"
 #include "../kernels/decode_amx_invariant.h"
+#include "../kernels/prefill_amx.h"
 
 namespace {
 
@@ -30,34 +30,25 @@ paged_attn::RowLimits row_limits(const Attention& a) {
 }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
-  int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
+  int64_t few =
+      few_rows ? amx_decode_workspace<BlockSums<16>>(a, few_rows, groups, nullptr).floats() : 0;
   if (few_rows && a.batch_invariant)
-    few = amx_in_order_workspace(a, few_rows, groups, nullptr).floats;
-  const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
+    few = amx_decode_workspace<StepSums<16, AmxHalves>>(a, few_rows, groups, nullptr).floats();
+  const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats() : 0;
   return max64(vectors.workspace_floats(a, few_rows, groups, 0), max64(few, tile));
-}
-
-template <int ROWS>
-bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  static constexpr AmxRowsRegisters<ROWS> registers;
-  _tile_loadconfig(&registers);
-  const bool finite = decode_amx<ROWS>(a, sequence_of(a, task), task, workspace);
-  _tile_release();
-  return finite;
 }
 
 void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const int64_t rows = rows_of(a, task);
   const int64_t wanted = register_rows(rows);
-  if (a.batch_invariant) {
-    const Sequence s = sequence_of(a, task);
+  const Sequence s = sequence_of(a, task);
+  if (a.batch_invariant)
     return wanted == 4   ? decode_amx_invariant<4>(a, s, task, workspace)
            : wanted == 8 ? decode_amx_invariant<8>(a, s, task, workspace)
                          : decode_amx_invariant<16>(a, s, task, workspace);
-  }
-  const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
-                    : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
-                                  : attend_rows_if_finite<16>(a, task, workspace);
+  const bool done = wanted == 4   ? decode_amx<BlockSums<4>>(a, s, task, workspace)
+                    : wanted == 8 ? decode_amx<BlockSums<8>>(a, s, task, workspace)
+                                  : decode_amx<BlockSums<16>>(a, s, task, workspace);
   if (done) return;
   if (task.group_end - task.group_begin == 1) return vectors.attend(a, task, workspace);
   // one group at a time: no result may depend on which groups share a task
@@ -100,20 +91,5 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 
 // Only the kernels that multiply pairs; engines.cpp takes all others from another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
-    "amx",
-    row_limits,
-    workspace_floats,
-    attend,
-    nullptr,  // merge_splits
-    nullptr,  // backward_statistics
-    floats_of_backward,
-    attend_backward_by_tiles,
-    nullptr,  // reshape_and_cache
-    nullptr,  // merge_states
-    nullptr,  // merge_states_backward
-    nullptr,  // mass_floats
-    nullptr,  // selected_mass
-    nullptr,  // select_floats
-    nullptr,  // score_units
-    nullptr,  // multiply_sample
+    "amx", row_limits, workspace_floats, attend, floats_of_backward, attend_backward_by_tiles,
 };

@@ -55,21 +55,23 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
 
 // The more rows a tile has, the more of them a packed block of keys serves: as many as leave a
 // second-level cache of 1 MiB room for the keys.
-paged_attn::RowLimits row_limits(const Attention& a) { return {few_rows(a), rows_in_cache(a, 512)}; }
+paged_attn::RowLimits row_limits(const Attention& a) {
+  return {few_rows(a), rows_in_cache(a, 512)};
+}
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;
-    int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats : 0;
+    int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats() : 0;
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
     const auto need = [&](auto fixed) __attribute__((always_inline)) {
       if (few_rows)
-        few = max64(few, rows_workspace<decltype(fixed)>(a, few_rows, groups, nullptr).floats);
+        few = max64(few, rows_workspace<decltype(fixed)>(a, few_rows, groups, nullptr).floats());
     };
     need(FixedProduct());
     need(NibbleProduct());
 #endif
-    const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats : 0;
+    const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats() : 0;
     return max64(few, tile);
   });
 }
@@ -135,7 +137,7 @@ void attend_backward(const Backward& b, const BackwardTask& task, float* memory)
 
 int64_t mass_floats(const SelectedMass& m) {
   return with_product(m.forward, [&](auto product) __attribute__((always_inline)) {
-    return mass_workspace<decltype(product)>(m.forward, nullptr).floats;
+    return mass_workspace<decltype(product)>(m.forward, nullptr).floats();
   });
 }
 
@@ -148,7 +150,7 @@ void selected_mass(const SelectedMass& m, int64_t sequence, int64_t token, int64
 
 int64_t select_floats(const SelectKeys& x, int64_t tokens) {
   return with_product(x.forward, [&](auto product) __attribute__((always_inline)) {
-    return select_workspace<decltype(product)>(x.forward, tokens, nullptr).floats;
+    return select_workspace<decltype(product)>(x.forward, tokens, nullptr).floats();
   });
 }
 

@@ -65,11 +65,10 @@ class BackwardOfTask {
     memset(w.dk, 0, w.stride_dk * KEY_TILE * sizeof(float));
     memset(w.dv, 0, w.stride_dv * KEY_TILE * sizeof(float));
     if (any) pack_keys_and_values();
-    for_each_tile(b, s, task,
-                  [&](int64_t group, int64_t i, uint32_t granules, int64_t rank, int64_t count)
-                      __attribute__((always_inline)) {
-      attend_tile(group, i, granules, rank, count, any);
-    });
+    for_each_tile(
+        b, s, task,
+        [&](int64_t group, int64_t i, uint32_t granules, int64_t rank, int64_t count)
+            __attribute__((always_inline)) { attend_tile(group, i, granules, rank, count, any); });
     write_keys();
     if (task.key_tile == 0) zero_blind_queries();
     if (b.dbias_sums) __atomic_store_n(b.done + task.done, 1, __ATOMIC_RELEASE);
@@ -110,8 +109,7 @@ class BackwardOfTask {
       const int count = int(round_up(keys.end - keys.begin, RUN_STEP<Product>));
       pack_keys<Product>(k, block.k_offset, count, a.head_dim, w.depth_q, w.keys);
       pack_keys<Product>(v, block.v_offset, count, a.head_dim_v, w.depth_o, w.values);
-      if (b.dq)
-        pack_values<Product>(k, block.k_offset, count, a.head_dim, KEY_TILE, w.keys_across);
+      if (b.dq) pack_values<Product>(k, block.k_offset, count, a.head_dim, KEY_TILE, w.keys_across);
     });
   }
 
@@ -211,13 +209,12 @@ class BackwardOfTask {
       const Columns& run = keys.runs[j];
       if (j > 0) next = nullptr;
       const Fetch q = fetch_rows(next, group, a.q, a.q_stride_token, a.q_stride_head, a.head_dim);
-      const Fetch o = fetch_rows(next, group, b.dout, b.dout_stride_token, b.dout_stride_head,
-                                 a.head_dim_v);
+      const Fetch o =
+          fetch_rows(next, group, b.dout, b.dout_stride_token, b.dout_stride_head, a.head_dim_v);
       Matrix<Product>::multiply(w.q, w.stride_q, rows_across, w.keys, w.depth_q * Product::PANEL,
                                 run.begin, run.end, w.scores, KEY_TILE, w.depth_q, false, q);
-      Matrix<Product>::multiply(w.o, w.stride_o, rows_across, w.values,
-                                w.depth_o * Product::PANEL, run.begin, run.end, w.gradients,
-                                KEY_TILE, w.depth_o, false, o);
+      Matrix<Product>::multiply(w.o, w.stride_o, rows_across, w.values, w.depth_o * Product::PANEL,
+                                run.begin, run.end, w.gradients, KEY_TILE, w.depth_o, false, o);
     }
   }
 
@@ -227,9 +224,8 @@ class BackwardOfTask {
     const bool plain = is_plain(a) && !a.dropout.enabled;
     for (int j = 0; j < keys.num_runs; ++j) {
       const Columns& run = keys.runs[j];
-      const bool finished =
-          plain && all_visible(a, s, tile.token_begin, tile.token_end - 1, keys.block, run.begin,
-                               run.end);
+      const bool finished = plain && all_visible(a, s, tile.token_begin, tile.token_end - 1,
+                                                 keys.block, run.begin, run.end);
       for (int64_t r = 0; r < rows; ++r) {
         float *scores = w.scores + r * KEY_TILE, *gradients = w.gradients + r * KEY_TILE;
         GradientRow g = {scale, w.lse_2[r], w.delta[r]};

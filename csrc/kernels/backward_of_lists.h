@@ -1,9 +1,9 @@
 // Gradients through lists of selected keys.
 //
-// A task is some query tokens of a KV head, for dQ, or some rows of packed keys under a KV head, for
-// dK and dV. Both compute S and dP, so that no task waits for another. As in the forward, the keys
-// that a token's list names are gathered and count as a sequence of their own. The gradient of a key
-// is the sum over tokens in their order, so that no bit depends on how tasks divide the keys.
+// A task is some query tokens of a KV head, for dQ, or some rows of packed keys under a KV head,
+// for dK and dV. Both compute S and dP, so that no task waits for another. As in the forward, the
+// keys that a token's list names are gathered and count as a sequence of their own. The gradient of
+// a key is the sum over tokens in their order, so that no bit depends on how tasks divide the keys.
 #pragma once
 
 #include "attention_backward.h"
@@ -17,14 +17,15 @@ PAGED_ATTN_INLINE int64_t list_sums(const Backward& b, const BackwardWorkspace& 
 template <class Product>
 class BackwardOfLists : BackwardOfTask<Product> {
   typedef BackwardOfTask<Product> Base;
-  using Base::a, Base::b, Base::keys, Base::rows, Base::rows_across, Base::rows_along, Base::task, Base::w;
+  using Base::a, Base::b, Base::keys, Base::rows, Base::rows_across, Base::rows_along, Base::task,
+      Base::w;
 
  public:
   PAGED_ATTN_INLINE BackwardOfLists(const Backward& backward, const BackwardTask& backward_task,
                                     float* memory)
       : Base(backward, backward_task, listed, memory),
         of_queries(backward_task.rows_begin == backward_task.rows_end),
-        dq(memory + w.floats),
+        dq(memory + w.floats()),
         dk(dq),
         dv(dk + backward.listed_rows * w.stride_dk) {}
 
@@ -43,8 +44,7 @@ class BackwardOfLists : BackwardOfTask<Product> {
           Base::write_row(dk + i * w.stride_dk, float(a.softmax_scale), a.head_dim,
                           (T*)b.dk + row * a.head_dim);
         if (b.dv)
-          Base::write_row(dv + i * w.stride_dv, 1.f, a.head_dim_v,
-                          (T*)b.dv + row * a.head_dim_v);
+          Base::write_row(dv + i * w.stride_dv, 1.f, a.head_dim_v, (T*)b.dv + row * a.head_dim_v);
       }
     });
   }
@@ -137,7 +137,7 @@ class BackwardOfLists : BackwardOfTask<Product> {
 template <class Product>
 inline int64_t floats_of_backward_task(const Backward& b) {
   const BackwardWorkspace w = backward_workspace<Product>(b, b.tile_rows, nullptr);
-  return w.floats + (b.forward.selection.enabled ? list_sums(b, w) : 0);
+  return w.floats() + (b.forward.selection.enabled ? list_sums(b, w) : 0);
 }
 
 template <class Product>

@@ -52,8 +52,8 @@ PAGED_ATTN_APART bool sees_a_key(const Attention& a, const Sequence& s, int64_t 
   const int64_t layout_head = head / a.group_size * a.layout.num_heads / a.num_groups;
   const int64_t size = a.layout.k_block_size;
   int64_t count;
-  const auto columns = layout_row(a.layout, s.index, layout_head,
-                                  (s.past + token) / a.layout.q_block_size, &count);
+  const auto columns =
+      layout_row(a.layout, s.index, layout_head, (s.past + token) / a.layout.q_block_size, &count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t first = int64_t(read_once(columns + i * a.layout.col_entry)) * size;
     if (sees_one_of(a, row, first, first + size)) return true;
@@ -70,10 +70,9 @@ inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, 
   if (lse != -INFINITY) {
     with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
-      delta += dot_rows(
-          (const T*)b.dout + row * b.dout_stride_token + head * b.dout_stride_head,
-          (const T*)b.out + row * b.out_stride_token + head * b.out_stride_head, a.head_dim_v,
-          &all_zero);
+      delta += dot_rows((const T*)b.dout + row * b.dout_stride_token + head * b.dout_stride_head,
+                        (const T*)b.out + row * b.out_stride_token + head * b.out_stride_head,
+                        a.head_dim_v, &all_zero);
     });
   } else {
     delta = 0;
@@ -85,8 +84,7 @@ inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, 
     const float sink = a.sinks(head);
     // either all keys are hidden, or their weights are too small beside the sink, or dropped
     if (all_zero && lse == sink) sees_keys = sees_keys && sees_a_key(a, s, token, head);
-    if (b.dsink)
-      b.dsink[place] = lse == -INFINITY ? 0.f : -exp2(base_2(sink) - lse_2) * delta;
+    if (b.dsink) b.dsink[place] = lse == -INFINITY ? 0.f : -exp2(base_2(sink) - lse_2) * delta;
   }
   b.lse_2[place] = sees_keys ? lse_2 : INFINITY;
   b.delta[place] = delta;

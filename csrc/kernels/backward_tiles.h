@@ -14,8 +14,8 @@ using paged_attn::QueryTile;
 
 // Runs of columns begin and end at multiples of this: whole steps of a product along columns.
 template <class Product>
-constexpr int RUN_STEP = Product::GRAIN * Product::DEPTH > ALIGN ? Product::GRAIN * Product::DEPTH
-                                                                 : ALIGN;
+constexpr int RUN_STEP =
+    Product::GRAIN * Product::DEPTH > ALIGN ? Product::GRAIN* Product::DEPTH : ALIGN;
 // The task's keys, and what a query tile sees of them.
 struct KeyTile {
   int64_t begin, end;  // keys
@@ -92,29 +92,29 @@ PAGED_ATTN_INLINE void for_each_tile(const Backward& b, const Sequence& s, const
 // seen: its probabilities are 0, but its own numbers may be NaN. False if none is seen.
 template <class Product>
 inline bool find_keys(const Backward& b, const Sequence& s, const BackwardTask& task,
-                       KeyTile& keys) {
+                      KeyTile& keys) {
   const Attention& a = b.forward;
   I seen[KEY_TILE / W] = {};
   for_each_tile(b, s, task,
                 [&](int64_t group, int64_t i, uint32_t granules, int64_t, int64_t)
                     __attribute__((always_inline)) {
-    const QueryTile& tile = b.tiles[b.sequences[task.sequence].tiles + i];
-    if (!see_columns<Product>(a, s, tile, granules, keys)) return;
-    if (has_holes(a)) {
-      paged_attn::Task rows = {};
-      rows.token_begin = tile.token_begin;
-      rows.token_end = tile.token_end;
-      rows.group_begin = int32_t(group);
-      return mark_seen(a, s, rows, keys.block, seen);
-    }
-    KeyRange visible = visible_keys(a, s, tile.token_begin, tile.token_end - 1);
-    visible = {max64(visible.begin, keys.begin), min64(visible.end, keys.end)};
-    for (int j = 0; j < keys.block.num_segments; ++j) {
-      const Segment& segment = keys.block.segments[j];
-      for (int c = segment.begin; c < segment.end; c += W)
-        seen[c / W] |= lanes_in(visible, keys.begin + c);
-    }
-  });
+                      const QueryTile& tile = b.tiles[b.sequences[task.sequence].tiles + i];
+                      if (!see_columns<Product>(a, s, tile, granules, keys)) return;
+                      if (has_holes(a)) {
+                        paged_attn::Task rows = {};
+                        rows.token_begin = tile.token_begin;
+                        rows.token_end = tile.token_end;
+                        rows.group_begin = int32_t(group);
+                        return mark_seen(a, s, rows, keys.block, seen);
+                      }
+                      KeyRange visible = visible_keys(a, s, tile.token_begin, tile.token_end - 1);
+                      visible = {max64(visible.begin, keys.begin), min64(visible.end, keys.end)};
+                      for (int j = 0; j < keys.block.num_segments; ++j) {
+                        const Segment& segment = keys.block.segments[j];
+                        for (int c = segment.begin; c < segment.end; c += W)
+                          seen[c / W] |= lanes_in(visible, keys.begin + c);
+                      }
+                    });
   int donor = -1;
   for (int c = 0; c < KEY_TILE && donor < 0; ++c)
     if (seen[c / W][c % W]) donor = c;

@@ -13,7 +13,9 @@ constexpr int ROWS_AFTER = 32;
 // along rows.
 constexpr int ROWS_TOGETHER = 96;
 
-struct BackwardWorkspace {
+struct BackwardWorkspace : Workspace {
+  using Workspace::Workspace;
+
   int64_t rows;                        // that a query tile may have
   int64_t depth_q, depth_o;            // operands along head_dim, head_dim_v
   int64_t stride_q, stride_o;          // the same in whole vectors
@@ -26,7 +28,6 @@ struct BackwardWorkspace {
   float *scores_t, *gradients_t;       // operands, (KEY_TILE, rows)
   float *lse_2, *delta;
   int64_t *q_offset, *o_offset;
-  int64_t floats;
 };
 
 template <class Product>
@@ -34,8 +35,7 @@ PAGED_ATTN_INLINE BackwardWorkspace backward_workspace(const Backward& b, int64_
                                                        float* memory) {
   constexpr int DEPTH = Product::DEPTH, PANEL = Product::PANEL;
   const Attention& a = b.forward;
-  BackwardWorkspace w;
-  Workspace space(memory);
+  BackwardWorkspace w(memory);
   w.rows = round_up(rows, ROWS_TOGETHER);
   const auto depth = [](int64_t dim) __attribute__((always_inline)) {
     return round_up(dim, DEPTH * Product::GRAIN) / DEPTH;
@@ -47,24 +47,23 @@ PAGED_ATTN_INLINE BackwardWorkspace backward_workspace(const Backward& b, int64_
   w.stride_dk = round_up(a.head_dim, W);
   w.stride_dv = round_up(a.head_dim_v, W);
   w.stride_t = w.rows / DEPTH;
-  w.keys = space.take(w.stride_q * KEY_TILE);
-  w.values = space.take(w.stride_o * KEY_TILE);
-  w.keys_across = space.take(round_up(a.head_dim, PANEL) * KEY_TILE / DEPTH);
-  w.dk = space.take(w.stride_dk * (KEY_TILE + ROWS_AFTER));
-  w.dv = space.take(w.stride_dv * (KEY_TILE + ROWS_AFTER));
-  w.q = space.take(w.rows * w.stride_q);
-  w.o = space.take(w.rows * w.stride_o);
-  w.q_across = space.take(round_up(a.head_dim, PANEL) * w.rows / DEPTH);
-  w.o_across = space.take(round_up(a.head_dim_v, PANEL) * w.rows / DEPTH);
-  w.scores = space.take(w.rows * KEY_TILE);
-  w.gradients = space.take(w.rows * KEY_TILE);
-  w.scores_t = space.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
-  w.gradients_t = space.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
-  w.lse_2 = space.take(w.rows);
-  w.delta = space.take(w.rows);
-  w.q_offset = (int64_t*)space.take(2 * w.rows);
-  w.o_offset = (int64_t*)space.take(2 * w.rows);
-  w.floats = space.floats();
+  w.keys = w.take(w.stride_q * KEY_TILE);
+  w.values = w.take(w.stride_o * KEY_TILE);
+  w.keys_across = w.take(round_up(a.head_dim, PANEL) * KEY_TILE / DEPTH);
+  w.dk = w.take(w.stride_dk * (KEY_TILE + ROWS_AFTER));
+  w.dv = w.take(w.stride_dv * (KEY_TILE + ROWS_AFTER));
+  w.q = w.take(w.rows * w.stride_q);
+  w.o = w.take(w.rows * w.stride_o);
+  w.q_across = w.take(round_up(a.head_dim, PANEL) * w.rows / DEPTH);
+  w.o_across = w.take(round_up(a.head_dim_v, PANEL) * w.rows / DEPTH);
+  w.scores = w.take(w.rows * KEY_TILE);
+  w.gradients = w.take(w.rows * KEY_TILE);
+  w.scores_t = w.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
+  w.gradients_t = w.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
+  w.lse_2 = w.take(w.rows);
+  w.delta = w.take(w.rows);
+  w.q_offset = (int64_t*)w.take(2 * w.rows);
+  w.o_offset = (int64_t*)w.take(2 * w.rows);
   return w;
 }
 

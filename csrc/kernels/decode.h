@@ -15,10 +15,9 @@ namespace {
 // which packs.
 PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
 
-struct RowsWorkspace {
-  int64_t rows;  // of a group, rounded up to whole register blocks
-  int64_t stride_q, stride_acc;
-  float *q, *acc, *m, *l, *scores;
+struct RowsWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
   float* scale;  // of a group's dot products
   // sums over a block, in fixed point or where sums have to be those of prefill.h; and there
   // transposed keys
@@ -31,35 +30,28 @@ struct RowsWorkspace {
   // multiplied, too, in a block
   float *lane_scales, *low, *low_scales, *loss, *is_corrected;
   float* unpacked;  // rows of int4 as int8
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
                                                float* memory) {
-  RowsWorkspace w;
-  Workspace space(memory);
+  RowsWorkspace w(memory);
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
   w.stride_q = padded<Product>(a.head_dim) / Product::DEPTH;
   w.stride_acc = padded<Product>(a.head_dim_v);
-  w.q = space.take(groups * w.rows * w.stride_q);
-  w.acc = space.take(groups * w.rows * w.stride_acc);
-  w.m = space.take(groups * w.rows);
-  w.l = space.take(groups * w.rows);
-  w.scores = space.take(groups * w.rows * ROW_COLUMNS);
-  w.scale = space.take(groups);
-  w.lane_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
-  w.low_scales = space.take(Product::FIXED ? groups * w.rows * W : 0);
-  w.loss = space.take(groups);
-  w.is_corrected = space.take(groups);
-  w.weight = space.take(groups * w.rows);
-  w.rescale = space.take(groups * w.rows);
-  w.sums = space.take(Product::FIXED || a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
-  w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
+  w.take_rows(groups, w.rows * w.stride_acc, 1, groups * w.rows * ROW_COLUMNS);
+  w.scale = w.take(groups);
+  w.lane_scales = w.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.low = w.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
+  w.low_scales = w.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.loss = w.take(groups);
+  w.is_corrected = w.take(groups);
+  w.weight = w.take(groups * w.rows);
+  w.rescale = w.take(groups * w.rows);
+  w.sums = w.take(Product::FIXED || a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
+  w.turned = w.take(a.batch_invariant ? w.stride_q * W : 0);
   const bool is_packed = a.kv_dtype == paged_attn::DType::int4 && Product::PACKED == 1;
-  w.unpacked = space.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
-  w.floats = space.floats();
+  w.unpacked = w.take(is_packed ? UnpackedRows::floats(a, MOST_HEADS_IN_ORDER) : 0);
   return w;
 }
 
@@ -87,10 +79,11 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
     constexpr int HEADS = decltype(heads)::value;
     const T* k[HEADS];
     for (int h = 0; h < HEADS; ++h)
-      k[h] = rows.rows(a.k, kv_head_of(a, task.group_begin + g + h), offset, columns, a.head_dim, h);
+      k[h] =
+          rows.rows(a.k, kv_head_of(a, task.group_begin + g + h), offset, columns, a.head_dim, h);
     dot_keys_in_order<Product, HEADS, T, ROWS>(
-        k, rows.offsets(offset), columns, rows.ahead, w.q + g * w.rows * w.stride_q, w.rows, a.head_dim, w.scale + g,
-        w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
+        k, rows.offsets(offset), columns, rows.ahead, w.q + g * w.rows * w.stride_q, w.rows,
+        a.head_dim, w.scale + g, w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
     return HEADS;
   };
   constexpr int HEADS = HEADS_IN_ORDER<Product, T, ROWS>;
@@ -101,7 +94,7 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
 // One block of keys for every group of the task.
 template <class Product, class Rows, int ROWS>
 inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                              const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
+                         const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   typedef typename Rows::Element T;
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
@@ -135,15 +128,14 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         const int64_t* in_memory = block.k_offset + c;
         const T* k = cache.rows(a.k, head_of_group(g), in_memory, step, head_dim);
         const int64_t* offset = cache.offsets(in_memory);
-        dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead,
-                                   w.q + g * w.rows * w.stride_q, w.lane_scales + g * w.rows * W,
-                                   w.rows, head_dim, w.scale[g], scores);
+        dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead, w.q + g * w.rows * w.stride_q,
+                                   w.lane_scales + g * w.rows * W, w.rows, head_dim, w.scale[g],
+                                   scores);
         if (Product::FIXED && c == 0) w.is_corrected[g] = w.loss[g] * largest_scale(g) > 1;
         if (Product::FIXED && w.is_corrected[g] > 0)
-          dot_keys<Product, T, ROWS, true>(k, offset, step, cache.ahead,
-                                           w.low + g * w.rows * w.stride_q,
-                                           w.low_scales + g * w.rows * W, w.rows, head_dim,
-                                           w.scale[g], scores);
+          dot_keys<Product, T, ROWS, true>(
+              k, offset, step, cache.ahead, w.low + g * w.rows * w.stride_q,
+              w.low_scales + g * w.rows * W, w.rows, head_dim, w.scale[g], scores);
       });
     }
   }
@@ -192,7 +184,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   for (int64_t row = 0; apart && row < groups * w.rows; ++row) {
     const F rescale = set1(w.rescale[row]), weight = set1(Product::FIXED ? w.weight[row] : 1.f);
     for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
-      store(w.acc + i, fma(load(w.acc + i), rescale, Product::as_floats(load(w.sums + i)) * weight));
+      store(w.acc + i,
+            fma(load(w.acc + i), rescale, Product::as_floats(load(w.sums + i)) * weight));
   }
 }
 
@@ -213,9 +206,8 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
     w.loss[g] = 0;
     for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
       const int64_t first = i * w.stride_q;
-      const float lost =
-          Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W, w.low + first,
-                                w.low_scales + i * W);
+      const float lost = Product::quantize_row(w.q + first, w.stride_q, w.lane_scales + i * W,
+                                               w.low + first, w.low_scales + i * W);
       if (!(lost < INFINITY)) return false;
       const float loss = sqrtf(lost) * fabsf(scale) / LOSS;
       w.loss[g] = loss > w.loss[g] ? loss : w.loss[g];
@@ -227,7 +219,7 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
 // False, and nothing is written, if the queries do not fit a product in fixed point.
 template <class Product>
 inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                        float* memory) {
+                   float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
@@ -246,25 +238,32 @@ inline bool decode(const Attention& a, const Sequence& s, const paged_attn::Task
   if constexpr (Product::FIXED)
     if (!fix_queries<Product>(a, task, w)) return false;
 
-  for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
-                                     __attribute__((always_inline)) {
-    const KeyBlock& upcoming = more ? next : block;
-    const auto attend = [&](auto rows) __attribute__((always_inline)) {
-      typedef typename decltype(rows)::type Rows;
-      switch (w.rows) {
-        case 1: return decode_block<Product, Rows, 1>(a, s, task, block, upcoming, w);
-        case 2: return decode_block<Product, Rows, 2>(a, s, task, block, upcoming, w);
-        default: return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
-      }
-    };
-    if constexpr (Product::PACKED == 2) return attend(TypeTag<RowsInPlace<int4x2>>());
-    if constexpr (Product::template accepts<int8_t>)
-      if (a.kv_dtype == paged_attn::DType::int4) return attend(TypeTag<UnpackedRows>());
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (Product::template accepts<T>) attend(TypeTag<RowsInPlace<T>>());
-    });
-  });
+  for_each_block(a, s, task, ROW_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool more)
+                     __attribute__((always_inline)) {
+                       const KeyBlock& upcoming = more ? next : block;
+                       const auto attend = [&](auto rows) __attribute__((always_inline)) {
+                         typedef typename decltype(rows)::type Rows;
+                         switch (w.rows) {
+                           case 1:
+                             return decode_block<Product, Rows, 1>(a, s, task, block, upcoming, w);
+                           case 2:
+                             return decode_block<Product, Rows, 2>(a, s, task, block, upcoming, w);
+                           default:
+                             return decode_block<Product, Rows, 4>(a, s, task, block, upcoming, w);
+                         }
+                       };
+                       if constexpr (Product::PACKED == 2)
+                         return attend(TypeTag<RowsInPlace<int4x2>>());
+                       if constexpr (Product::template accepts<int8_t>)
+                         if (a.kv_dtype == paged_attn::DType::int4)
+                           return attend(TypeTag<UnpackedRows>());
+                       with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+                         typedef typename decltype(tag)::type T;
+                         if constexpr (Product::template accepts<T>)
+                           attend(TypeTag<RowsInPlace<T>>());
+                       });
+                     });
   for (int g = 0; g < groups; ++g)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = g * w.rows + r;

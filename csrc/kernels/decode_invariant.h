@@ -19,12 +19,12 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, Ahead
   const auto turn = [&](int h, int64_t d, int n, F* keys, auto load_key)
                         __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int j = 0; j < W; ++j) {
-      ahead.prefetch(later[h], d * W + j * n, n);
-      keys[j] = load_key(k[h] + offset[j] + d);
-    }
-    transpose(keys);
-  };
+                          for (int j = 0; j < W; ++j) {
+                            ahead.prefetch(later[h], d * W + j * n, n);
+                            keys[j] = load_key(k[h] + offset[j] + d);
+                          }
+                          transpose(keys);
+                        };
   int64_t d = 0;
   if constexpr (Product::template by_floats<T>) {
     // transposed as bytes, four dims a lane, with half of the shuffles
@@ -39,10 +39,10 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, Ahead
         });
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half)
-        f(0, Count<HEADS>(), d / Product::DEPTH + half * W, [&](int h, int i)
-                                                                __attribute__((always_inline)) {
-          return Product::pair_of_bytes(keys[h][(half * W + i) / 2], i % 2);
-        });
+        f(0, Count<HEADS>(), d / Product::DEPTH + half * W,
+          [&](int h, int i) __attribute__((always_inline)) {
+            return Product::pair_of_bytes(keys[h][(half * W + i) / 2], i % 2);
+          });
     }
   }
   const auto turn_operands = [&](int n, auto load_key) __attribute__((always_inline)) {
@@ -55,13 +55,12 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, Ahead
     }
   };
   for (; d + STEP <= head_dim; d += STEP)
-    turn_operands(STEP, [](const T* p)
-                            __attribute__((always_inline)) { return Product::load_operands(p); });
+    turn_operands(
+        STEP, [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
   if (d < head_dim) {
     const int n = int(head_dim - d);
-    turn_operands(n, [n](const T* p) __attribute__((always_inline)) {
-      return Product::load_operands(p, n);
-    });
+    turn_operands(
+        n, [n](const T* p) __attribute__((always_inline)) { return Product::load_operands(p, n); });
   }
 }
 
@@ -101,9 +100,9 @@ inline void dot_turned(const float* turned, const float* q, int64_t stride_q, in
 
 // Dot products of more rows than registers have room for: transposed keys are kept in `turned`.
 template <class Product, class T, class Ahead>
-PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, Ahead& ahead,
-                               const float* q, int64_t rows, int64_t head_dim, float scale,
-                               float* scores, float* turned) {
+PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, Ahead& ahead, const float* q,
+                               int64_t rows, int64_t head_dim, float scale, float* scores,
+                               float* turned) {
   const int64_t depth = depth_of<Product>(head_dim);
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   turn_keys<Product, 1>(&k, offset, ahead, head_dim,
@@ -131,19 +130,19 @@ PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, Ahead& 
   const int64_t depth = depth_of<Product>(head_dim);
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   DotsInOrder<Product, ROWS> dots[HEADS];
-  turn_keys<Product, HEADS>(k, offset, ahead, head_dim, [&](int head, auto heads, int64_t first,
-                                                            auto operand)
-                                                            __attribute__((always_inline)) {
+  turn_keys<Product, HEADS>(
+      k, offset, ahead, head_dim,
+      [&](int head, auto heads, int64_t first, auto operand) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
+        for (int i = 0; i < W; ++i)
 #pragma GCC unroll 4
-      for (int h = head; h < head + heads.value; ++h)
-        dots[h].add(operand(h, i), q + h * ROWS * stride_q + first + i, stride_q);
-    const int64_t end = first + W;
-    if (end % MAX_CHAIN == 0 || end >= depth)
-      for (int h = head; h < head + heads.value; ++h)
-        dots[h].close(end <= MAX_CHAIN, scale[h], scores + h * ROWS * ROW_COLUMNS);
-  });
+          for (int h = head; h < head + heads.value; ++h)
+            dots[h].add(operand(h, i), q + h * ROWS * stride_q + first + i, stride_q);
+        const int64_t end = first + W;
+        if (end % MAX_CHAIN == 0 || end >= depth)
+          for (int h = head; h < head + heads.value; ++h)
+            dots[h].close(end <= MAX_CHAIN, scale[h], scores + h * ROWS * ROW_COLUMNS);
+      });
 }
 
 // Heads whose dot products are computed together. One head has a chain of sums for each row, and

@@ -155,8 +155,8 @@ PAGED_ATTN_INLINE void load_down(const T* v, const int64_t* offset, int n, F* x)
 
 // acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); or the first n dims of them
 template <class Product, class T, int ROWS, int VECS, class Ahead>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
-                                  Ahead& ahead, bool first, int n, const float* p, float* acc,
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns, Ahead& ahead,
+                                  bool first, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   constexpr int PACKED = Product::PACKED;
@@ -189,9 +189,8 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 }
 
 template <class Product, class T, int ROWS, class Ahead>
-PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
-                                    Ahead& ahead, const float* p, int64_t rows, int64_t head_dim,
-                                    float* acc) {
+PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns, Ahead& ahead,
+                                    const float* p, int64_t rows, int64_t head_dim, float* acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
   constexpr int FEW = Product::DEPTH, STEP = W * FEW, PACKED = Product::PACKED;
@@ -202,14 +201,14 @@ PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int colum
     const bool first = r == 0;
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
-      add_values<Product, T, ROWS, VECS>(v + d / PACKED, offset, columns, ahead, first, VECS * W, weights,
-                                         to + d, stride_acc);
+      add_values<Product, T, ROWS, VECS>(v + d / PACKED, offset, columns, ahead, first, VECS * W,
+                                         weights, to + d, stride_acc);
     for (; d + STEP <= head_dim; d += STEP)
-      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first, STEP, weights,
-                                        to + d, stride_acc);
-    if (d < head_dim)
-      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first, int(head_dim - d),
+      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first, STEP,
                                         weights, to + d, stride_acc);
+    if (d < head_dim)
+      add_values<Product, T, ROWS, FEW>(v + d / PACKED, offset, columns, ahead, first,
+                                        int(head_dim - d), weights, to + d, stride_acc);
   }
 }
 

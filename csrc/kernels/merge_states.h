@@ -32,9 +32,7 @@ inline void merge_row(const paged_attn::MergeStates& s, int64_t token, int64_t h
   }
   const float shift = top == -INFINITY ? 0.f : top;
   float weights[KEPT];  // of the first parts; those of others are computed again
-  const auto weight_of = [&](int64_t i) {
-    return expf(part_lse(s.parts[i], token, head) - shift);
-  };
+  const auto weight_of = [&](int64_t i) { return expf(part_lse(s.parts[i], token, head) - shift); };
   for (int64_t i = 0; i < s.num_parts; ++i) {
     const float weight = weight_of(i);
     if (i < KEPT) weights[i] = weight;

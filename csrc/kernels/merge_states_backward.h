@@ -29,8 +29,8 @@ PAGED_ATTN_INLINE void merge_row_backward(const paged_attn::MergeStatesBackward&
     const int n = int(min64(W, s.head_dim_v - d));
     const auto load_row = [&](const paged_attn::MergeStates::Part& x)
                               __attribute__((always_inline)) {
-      return load_strided(row_of(x) + d * x.stride_dim, x.stride_dim, n);
-    };
+                                return load_strided(row_of(x) + d * x.stride_dim, x.stride_dim, n);
+                              };
     const F gradient = load_row(s.gradient);
     sum = fma(gradient, load_row(part.state) - load_row(s.merged), sum);
     store(dout + d, gradient * set1(weight), n);

@@ -73,34 +73,28 @@ inline void pack_latents(const Attention& a, int64_t kv_head, const KeyBlock& bl
                      });
 }
 
-struct TileWorkspace {
-  int64_t rows, stride_q, stride_acc;
+struct TileWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
   int64_t depth_latent;  // 0 without latent queries, which stand behind those of keys
-  float *q, *acc, *m, *l, *keys, *latents, *values, *scores;
+  float *keys, *latents, *values;
   float* by_latents;  // scores of latent queries, where values have scales by token
   float* unpacked;    // rows of int4 as int8
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows, float* memory) {
-  TileWorkspace w;
-  Workspace space(memory);
+  TileWorkspace w(memory);
   w.rows = round_up(rows, Product::ROWS);
   w.depth_latent = a.latent ? depth_of<Product>(a.head_dim_v) : 0;
   w.stride_q = round_up(key_depth<Product>(a), W) + round_up(w.depth_latent, W);
   w.stride_acc = round_up(a.head_dim_v, W);
-  w.q = space.take(w.rows * w.stride_q);
-  w.acc = space.take(w.rows * w.stride_acc);
-  w.m = space.take(w.rows);
-  w.l = space.take(w.rows);
-  w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.latents = space.take(w.depth_latent * MAX_COLUMNS);
-  w.values = space.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
-  w.scores = space.take(Product::ROWS * MAX_COLUMNS);
-  w.by_latents = space.take(a.latent && a.v_scales ? Product::ROWS * MAX_COLUMNS : 0);
-  w.unpacked = space.take(floats_of_unpacked(a));
-  w.floats = space.floats();
+  w.take_rows(1, w.rows * w.stride_acc, 1, Product::ROWS * MAX_COLUMNS);
+  w.keys = w.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.latents = w.take(w.depth_latent * MAX_COLUMNS);
+  w.values = w.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
+  w.by_latents = w.take(a.latent && a.v_scales ? Product::ROWS * MAX_COLUMNS : 0);
+  w.unpacked = w.take(floats_of_unpacked(a));
   return w;
 }
 
@@ -178,8 +172,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = all)
         multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
                           min64(MAX_CHAIN, depth - d), scale, keep);
-      if (scales.of_keys)
-        scale_columns(w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_keys);
+      if (scales.of_keys) scale_columns(w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_keys);
       if (w.depth_latent == 0) continue;
       q += round_up(depth, W);
       panel = w.latents + c / PANEL * w.depth_latent * PANEL + c % PANEL;
@@ -216,7 +209,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
 
 template <class Product>
 inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                        float* memory) {
+                         float* memory) {
   static_assert(is_product<Product>());
   const int64_t rows = rows_of(a, task);
   const int64_t kv_head = kv_head_of(a, task.group_begin);
@@ -230,12 +223,14 @@ inline void prefill_tile(const Attention& a, const Sequence& s, const paged_attn
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY, w.l[r] = 0;
 
-  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
-                                     __attribute__((always_inline)) {
-    pack_block<Product>(a, kv_head, block, w.keys, w.values, w.unpacked);
-    if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values, w.unpacked);
-    attend_block<Product>(a, s, task, block, next, w);
-  });
+  for_each_block(a, s, task, MAX_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool)
+                     __attribute__((always_inline)) {
+                       pack_block<Product>(a, kv_head, block, w.keys, w.values, w.unpacked);
+                       if (a.latent)
+                         pack_latents<Product>(a, kv_head, block, w.latents, w.values, w.unpacked);
+                       attend_block<Product>(a, s, task, block, next, w);
+                     });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r], w.l[r]);
 }

@@ -20,28 +20,22 @@ constexpr float HEADROOM = 8.f;
 constexpr int64_t PADDING = W;
 constexpr int SCORES = MAX_COLUMNS + int(PADDING);
 
-struct AmxWorkspace {
-  int64_t rows, stride_q, stride_acc;
-  float *q, *acc, *m, *l, *keys, *values, *scores;
+struct AmxWorkspace : SoftmaxWorkspace {
+  using SoftmaxWorkspace::SoftmaxWorkspace;
+
+  float *keys, *values;
   float* unpacked;  // rows of int4 as int8
-  int64_t floats;
 };
 
 PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, float* memory) {
-  AmxWorkspace w;
-  Workspace space(memory);
+  AmxWorkspace w(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
   w.stride_q = key_depth<AmxProduct>(a) + PADDING;
   w.stride_acc = round_up(a.head_dim_v, W) + PADDING;
-  w.q = space.take(w.rows * w.stride_q);
-  w.acc = space.take(w.rows * w.stride_acc);
-  w.m = space.take(w.rows);
-  w.l = space.take(w.rows * W);  // a vector of sums a row
-  w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
-  w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
-  w.scores = space.take(2 * AmxProduct::ROWS * SCORES);
-  w.unpacked = space.take(floats_of_unpacked(a));
-  w.floats = space.floats();
+  w.take_rows(1, w.rows * w.stride_acc, W, 2 * AmxProduct::ROWS * SCORES);
+  w.keys = w.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
+  w.values = w.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
+  w.unpacked = w.take(floats_of_unpacked(a));
   return w;
 }
 
@@ -146,9 +140,8 @@ struct AmxTile {
 };
 
 // Attention of all rows of a task to one packed block, while the next one is fetched.
-inline void prefill_block_amx(const Attention& a, const Sequence& s,
-                                  const paged_attn::Task& task, const KeyBlock& block,
-                                  const KeyBlock& next, const AmxWorkspace& w) {
+inline void prefill_block_amx(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                              const KeyBlock& block, const KeyBlock& next, const AmxWorkspace& w) {
   constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
   const int64_t kv_head = kv_head_of(a, task.group_begin);
   const int64_t rows = rows_of(a, task);
@@ -181,12 +174,18 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
   };
   const auto by_keys = [&](const AmxTile& tile) __attribute__((always_inline)) {
     const int begin = tile.columns.begin;
-    return AmxWork{w.q + tile.first * w.stride_q, w.stride_q,
-                   w.keys + begin * depth,        2 * W * depth,
-                   tile.scores + begin,           SCORES,
-                   int(depth / W),                (tile.columns.end - begin) / W,
-                   int(tile.rows + W - 1) / W,    false,
-                   0,                             0};
+    return AmxWork{w.q + tile.first * w.stride_q,
+                   w.stride_q,
+                   w.keys + begin * depth,
+                   2 * W * depth,
+                   tile.scores + begin,
+                   SCORES,
+                   int(depth / W),
+                   (tile.columns.end - begin) / W,
+                   int(tile.rows + W - 1) / W,
+                   false,
+                   0,
+                   0};
   };
   const auto by_values = [&](const AmxTile& tile, bool add) __attribute__((always_inline)) {
     const int begin = tile.columns.begin;
@@ -219,9 +218,8 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
 
     const int begin = tile.columns.begin, end = tile.columns.end;
     const int64_t last_token = token_of(a, task, tile.first + tile.rows - 1);
-    const bool finished =
-        is_plain(a) && all_visible(a, s, token_of(a, task, tile.first), last_token,
-                                   block, begin, end);
+    const bool finished = is_plain(a) && all_visible(a, s, token_of(a, task, tile.first),
+                                                     last_token, block, begin, end);
     const int chunks = int(tile.rows + TOGETHER - 1) / TOGETHER;
     queue.spread(chunks * ((end - begin + STEP - 1) / STEP));
     // a tile none of whose rows has seen a key has no sums yet
@@ -243,9 +241,8 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
       for (int r = 0; r < count && !finished; ++r)
         finish_row(a, row_at(r), block, begin, end, scores + r * SCORES);
       if (!a.dropout.enabled) {
-        update_softmax_lazily<AmxValueProduct, TOGETHER>(scores, begin, end, late_scale, m, l,
-                                                         acc, w.stride_acc, queue,
-                                                         by_token.of_values);
+        update_softmax_lazily<AmxValueProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
+                                                         w.stride_acc, queue, by_token.of_values);
         continue;
       }
       update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
@@ -268,7 +265,7 @@ inline void prefill_block_amx(const Attention& a, const Sequence& s,
 }
 
 inline void prefill_amx(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                            float* memory) {
+                        float* memory) {
   const int64_t rows = rows_of(a, task);
   const int64_t kv_head = kv_head_of(a, task.group_begin);
   const AmxWorkspace w = amx_workspace(a, rows, memory);
@@ -278,12 +275,13 @@ inline void prefill_amx(const Attention& a, const Sequence& s, const paged_attn:
   memset(w.l, 0, w.rows * W * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY;
 
-  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
-                                     __attribute__((always_inline)) {
-    pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys, w.values,
-                                                   w.unpacked);
-    prefill_block_amx(a, s, task, block, next, w);
-  });
+  for_each_block(a, s, task, MAX_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock& next, bool)
+                     __attribute__((always_inline)) {
+                       pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys,
+                                                                      w.values, w.unpacked);
+                       prefill_block_amx(a, s, task, block, next, w);
+                     });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r],
            reduce_add(load(w.l + r * W)));

@@ -120,12 +120,12 @@ inline void quantize_token(const paged_attn::CacheWrite& w, int64_t token, int64
         const float scale = scale_of_row(from, w.head_dim, largest);
         w.token_scales[page * w.scale_stride_page + h * w.scale_stride_head +
                        offset * w.scale_stride_token] = scale;
-        with_type(is_int4 ? DType::int8 : w.to_dtype, [&](auto to_tag)
-                                                          __attribute__((always_inline)) {
-          typedef typename decltype(to_tag)::type To;
-          if constexpr (sizeof(To) == 1)
-            quantize_row(from, (To*)w.to + target, w.head_dim, scale, largest, is_int4);
-        });
+        with_type(is_int4 ? DType::int8 : w.to_dtype,
+                  [&](auto to_tag) __attribute__((always_inline)) {
+                    typedef typename decltype(to_tag)::type To;
+                    if constexpr (sizeof(To) == 1)
+                      quantize_row(from, (To*)w.to + target, w.head_dim, scale, largest, is_int4);
+                  });
       }
     });
   }
@@ -160,7 +160,8 @@ void reshape_and_cache(const paged_attn::ReshapeAndCache& r, int64_t task) {
   const paged_attn::CacheWrite& w = task % 2 == 0 ? r.key : r.value;
   for (int64_t t = 0; t < r.num_tokens; ++t) {
     const int64_t slot = slot_at(r, t);
-    if (slot < 0 || slot >= r.num_slots || (r.residues > 1 && slot % r.residues != task / 2)) continue;
+    if (slot < 0 || slot >= r.num_slots || (r.residues > 1 && slot % r.residues != task / 2))
+      continue;
     const auto write = w.token_scales ? quantize_token : write_token;
     write(w, t, slot / r.page_size, slot % r.page_size, r.num_heads);
   }

@@ -1,5 +1,5 @@
-// Scores of all units of keys of a sequence, for some query tokens. A block of keys is packed once for
-// all tokens and heads.
+// Scores of all units of keys of a sequence, for some query tokens. A block of keys is packed once
+// for all tokens and heads.
 #pragma once
 
 #include "../core/matrix.h"
@@ -14,26 +14,25 @@ using paged_attn::Pool;
 using paged_attn::SelectKeys;
 using paged_attn::SelectTask;
 
-struct SelectWorkspace {
+struct SelectWorkspace : Workspace {
+  using Workspace::Workspace;
+
   int64_t rows, stride_q;
   float *q, *weights, *keys, *scores;
   float* sums;  // (token, column): a key's score
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE SelectWorkspace select_workspace(const Attention& a, int64_t tokens,
                                                    float* memory) {
-  SelectWorkspace w;
-  Workspace space(memory);
+  SelectWorkspace w(memory);
   w.rows = round_up(tokens * a.group_size, Product::ROWS);
   w.stride_q = round_up(key_depth<Product>(a), W);
-  w.q = space.take(w.rows * w.stride_q);
-  w.weights = space.take(w.rows);
-  w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.scores = space.take(Product::ROWS * MAX_COLUMNS);
-  w.sums = space.take(tokens * MAX_COLUMNS);
-  w.floats = space.floats();
+  w.q = w.take(w.rows * w.stride_q);
+  w.weights = w.take(w.rows);
+  w.keys = w.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.scores = w.take(Product::ROWS * MAX_COLUMNS);
+  w.sums = w.take(tokens * MAX_COLUMNS);
   return w;
 }
 
@@ -48,8 +47,8 @@ inline void load_weights(const SelectKeys& x, const Sequence& s, const paged_att
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = s.q_start + token_of(a, task, r);
       const int64_t head = head_of(a, task.group_begin, r);
-      const T* weight = (const T*)x.weights + token * x.weights_stride_token +
-                        head * x.weights_stride_head;
+      const T* weight =
+          (const T*)x.weights + token * x.weights_stride_token + head * x.weights_stride_head;
       to[r] = load(weight, 1)[0];
     }
   });
@@ -105,8 +104,8 @@ PAGED_ATTN_INLINE void pool_keys(const SelectKeys& x, const float* scores, int64
   }
 }
 
-// Fills (token, unit) with the scores of units, or with their sums where the mean is asked for; -inf
-// for a unit of which a token sees no key.
+// Fills (token, unit) with the scores of units, or with their sums where the mean is asked for;
+// -inf for a unit of which a token sees no key.
 template <class Product>
 inline void score_units_of(const SelectKeys& x, const SelectTask& select, int64_t count,
                            float* units, float* memory) {
@@ -128,23 +127,24 @@ inline void score_units_of(const SelectKeys& x, const SelectTask& select, int64_
   float scale = 1.f;
   if (a.q_descale) scale *= a.q_descale(s.index, select.group);
   if (a.k_descale) scale *= a.k_descale(s.index, select.group);
-  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock&, bool)
-                                     __attribute__((always_inline)) {
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (Product::template accepts<T>)
-        pack_keys<Product>((const T*)a.k.data + select.group * a.k.stride_head, block.k_offset,
-                           block.num_columns, a.head_dim, key_depth<Product>(a), w.keys);
-    });
-    score_block<Product>(x, task, block, scale, w);
-    const int64_t key = block.segments[0].key;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const KeyRange visible = visible_keys(a, s, select.token_begin + t);
-      const int64_t last = min64(visible.end, key + block.num_columns);
-      if (key < last)
-        pool_keys(x, w.sums + t * MAX_COLUMNS, key, last, units + t * count);
-    }
-  });
+  for_each_block(a, s, task, MAX_COLUMNS,
+                 [&](const KeyBlock& block, const KeyBlock&, bool) __attribute__((always_inline)) {
+                   with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+                     typedef typename decltype(tag)::type T;
+                     if constexpr (Product::template accepts<T>)
+                       pack_keys<Product>((const T*)a.k.data + select.group * a.k.stride_head,
+                                          block.k_offset, block.num_columns, a.head_dim,
+                                          key_depth<Product>(a), w.keys);
+                   });
+                   score_block<Product>(x, task, block, scale, w);
+                   const int64_t key = block.segments[0].key;
+                   for (int64_t t = 0; t < tokens; ++t) {
+                     const KeyRange visible = visible_keys(a, s, select.token_begin + t);
+                     const int64_t last = min64(visible.end, key + block.num_columns);
+                     if (key < last)
+                       pool_keys(x, w.sums + t * MAX_COLUMNS, key, last, units + t * count);
+                   }
+                 });
 }
 
 }  // namespace

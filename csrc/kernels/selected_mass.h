@@ -11,22 +11,21 @@ namespace {
 
 using paged_attn::SelectedMass;
 
-struct MassWorkspace {
+struct MassWorkspace : Workspace {
+  using Workspace::Workspace;
+
   int64_t rows, stride_q;
   float *q, *keys, *scores;
-  int64_t floats;
 };
 
 template <class Product>
 PAGED_ATTN_INLINE MassWorkspace mass_workspace(const Attention& a, float* memory) {
-  MassWorkspace w;
-  Workspace space(memory);
+  MassWorkspace w(memory);
   w.rows = round_up(a.group_size, Product::ROWS);
   w.stride_q = round_up(key_depth<Product>(a), W);
-  w.q = space.take(w.rows * w.stride_q);
-  w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.scores = space.take(Product::ROWS * MAX_COLUMNS);
-  w.floats = space.floats();
+  w.q = w.take(w.rows * w.stride_q);
+  w.keys = w.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.scores = w.take(Product::ROWS * MAX_COLUMNS);
   return w;
 }
 

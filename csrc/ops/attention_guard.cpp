@@ -25,8 +25,8 @@ bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
                 (t.dim == 0 || t.has_shape({heads}) || t.has_shape({batch, heads})));
 }
 
-// Whether it is a scale for each token of k, or of v: of their shape but for the last dimension. One
-// of as many packed tokens as there are sequences is by sequence.
+// Whether it is a scale for each token of k, or of v: of their shape but for the last dimension.
+// One of as many packed tokens as there are sequences is by sequence.
 bool is_by_token(const TensorView& t, const TensorView& keys, int64_t batch) {
   if (!t || !t.is(DType::float32) || t.dim != keys.dim - 1) return false;
   for (int64_t i = 0; i < t.dim; ++i)
@@ -75,19 +75,17 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   if (x.cu_seqlens_k &&
       !(x.cu_seqlens_k.is(DType::int32) && x.cu_seqlens_k.has_shape({a.batch + 1})))
     return false;
-  if (x.q_latent &&
-      !(x.q_latent.dtype == x.q.dtype &&
-        x.q_latent.has_shape({a.total_q, a.num_heads, a.head_dim_v}) &&
-        x.q_latent.rows_contiguous()))
+  if (x.q_latent && !(x.q_latent.dtype == x.q.dtype &&
+                      x.q_latent.has_shape({a.total_q, a.num_heads, a.head_dim_v}) &&
+                      x.q_latent.rows_contiguous()))
     return false;
   for (const TensorView* t : {&x.k_start, &x.q_position})
     if (*t && !(t->is(DType::int32) && t->has_shape({a.batch}))) return false;
   if (x.k_start && paged) return false;
   if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch})))
     return false;
-  if (x.block_table &&
-      (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
-       x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
+  if (x.block_table && (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
+                        x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
     return false;
   return x.max_seqlen_q >= 0 && x.max_seqlen_k >= 0;
 }
@@ -144,8 +142,8 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
     if (bias.size(0) != 1 && bias.size(0) != a.num_heads) return false;
     if (bias.size(1) != a.total_q) return false;
   }
-  if (x.tail_mask && (x.tail_mask.dim != 2 || !x.tail_mask.is(DType::boolean) ||
-                      x.tail_mask.size(0) != a.total_q))
+  if (x.tail_mask &&
+      (x.tail_mask.dim != 2 || !x.tail_mask.is(DType::boolean) || x.tail_mask.size(0) != a.total_q))
     return false;
   if (x.alibi_slopes &&
       !(x.alibi_slopes.is(DType::float32) && (x.alibi_slopes.has_shape({a.num_heads}) ||
@@ -175,8 +173,8 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   if (x.window_size_left < -1 || x.window_size_right < -1) return false;
   if (!(x.dropout_p >= 0 && x.dropout_p < 1)) return false;
   if (x.dropout_p > 0 && !x.rng_state) return false;
-  if (x.rng_state && !(x.rng_state.is(DType::int64) &&
-                       (x.rng_state.has_shape({2}) || x.rng_state.has_shape({5}))))
+  if (x.rng_state &&
+      !(x.rng_state.is(DType::int64) && (x.rng_state.has_shape({2}) || x.rng_state.has_shape({5}))))
     return false;
   // NotImplementedError: backends/cpu/__init__.py names what there is no kernel for
   return x.key_ranks >= 1 && x.key_ranks <= MOST_RANKS && x.key_rank >= 0 &&
@@ -263,7 +261,8 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   a.block_table = strided<int32_t>(x.block_table);
   a.alibi_slopes = per_head(x.alibi_slopes);
   a.q_descale = per_head(x.q_descale);
-  const auto take_scales = [&](const TensorView& t, Strided<float>& by_head, TokenScales& by_token) {
+  const auto take_scales = [&](const TensorView& t, Strided<float>& by_head,
+                               TokenScales& by_token) {
     if (is_by_token(t, x.k, a.batch))
       by_token = token_scales(t);
     else

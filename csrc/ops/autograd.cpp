@@ -53,8 +53,7 @@ bool needs_gradient(AtenTensorHandle handle, bool grad_mode) {
   const void* impl = *reinterpret_cast<const void* const*>(handle);
   if (grad_mode && autograd().requires_grad(impl)) return true;
   bool is_dual;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_is_defined(autograd().tangent(impl, 0, handle), &is_dual));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(autograd().tangent(impl, 0, handle), &is_dual));
   return is_dual;
 }
 
@@ -62,8 +61,7 @@ void bump_version(AtenTensorHandle handle) {
   AtenTensorHandle own;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
   StableIValue stack[] = {torch::stable::detail::from(own)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::is_inference", "", stack, TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_inference", "", stack, TORCH_ABI_VERSION));
   if (torch::stable::detail::to<bool>(stack[0])) return;
   if (autograd().bump_version) return autograd().bump_version(handle);
   // an in-place op on an empty part of the tensor raises the version of the whole

@@ -104,8 +104,7 @@ void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
                               {{part_of(out_a, lse_a)}, {part_of(out_b, lse_b)}}};
   std::vector<Tensor> results;
   for (MergeStatesBackward::Part& part : call.parts) {
-    results.push_back(
-        empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype));
+    results.push_back(empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype));
     part.dout = results.back().mutable_data_ptr();
     results.push_back(empty_tensor({call.num_heads, call.total_q}, DType::float32));
     part.dlse = static_cast<float*>(results.back().mutable_data_ptr());

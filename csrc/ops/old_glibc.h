@@ -1,5 +1,5 @@
-// The names of glibc's symbols as they were before 2.28, so that a library that was built with a newer
-// glibc loads with that one too. What a wheel needs, `auditwheel show` says.
+// The names of glibc's symbols as they were before 2.28, so that a library that was built with a
+// newer glibc loads with that one too. What a wheel needs, `auditwheel show` says.
 #pragma once
 
 #include <cstdlib>

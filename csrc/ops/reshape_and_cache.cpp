@@ -140,9 +140,9 @@ void reshape_and_cache(StableIValue* stack, uint64_t num_args, uint64_t) {
   const TensorView k_scale = next.optional_tensor(), v_scale = next.optional_tensor();
   ReshapeAndCache call = {};
   const bool fused = kv_cache.dim == 5 && kv_cache.size(0) == 2;
-  next.require(next.are_readable() && fused &&
-               accept(key, value, {kv_cache, 1, 0}, {kv_cache, 1, 1}, slot_mapping, k_scale,
-                      v_scale, call));
+  next.require(
+      next.are_readable() && fused &&
+      accept(key, value, {kv_cache, 1, 0}, {kv_cache, 1, 1}, slot_mapping, k_scale, v_scale, call));
   bump_version(kv_cache.handle);
   run(call);
 }
@@ -154,8 +154,8 @@ void reshape_and_cache_split(StableIValue* stack, uint64_t num_args, uint64_t) {
   const TensorView slot_mapping = next.tensor();
   const TensorView k_scale = next.optional_tensor(), v_scale = next.optional_tensor();
   ReshapeAndCache call = {};
-  next.require(next.are_readable() && accept(key, value, {k_cache, 0, 0}, {v_cache, 0, 0}, slot_mapping,
-                                       k_scale, v_scale, call));
+  next.require(next.are_readable() && accept(key, value, {k_cache, 0, 0}, {v_cache, 0, 0},
+                                             slot_mapping, k_scale, v_scale, call));
   bump_version(k_cache.handle);
   bump_version(v_cache.handle);
   run(call);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "../core/schedule.h"
@@ -18,74 +17,9 @@
 namespace paged_attn {
 namespace {
 
-// In the order of the schema, as AttentionArguments.
-struct SelectArguments {
-  Arguments& next;
-
-  TensorView q = next.tensor();
-  TensorView k = next.tensor();
-  TensorView weights = next.optional_tensor();
-  TensorView cu_seqlens_q = next.tensor();
-  TensorView cu_seqlens_k = next.optional_tensor();
-  int64_t max_seqlen_q = next.integer();
-  int64_t max_seqlen_k = next.integer();
-  TensorView seqused_k = next.optional_tensor();
-  TensorView block_table = next.optional_tensor();
-  TensorView q_descale = next.optional_tensor();
-  TensorView k_descale = next.optional_tensor();
-  TensorView q_position = next.optional_tensor();
-  int64_t num_units = next.integer();
-  int64_t select_size = next.integer();
-  std::string score = next.text();
-  std::string pool = next.text();
-  bool causal = next.boolean();
-  int64_t force_first = next.integer();
-  int64_t force_last = next.integer();
-
-  // Attention to these keys, which are values, too.
-  AttentionArguments forward() const {
-    return {.next = next,
-            .form = Form::plain,
-            .q = q,
-            .k = k,
-            .v = k,
-            .cu_seqlens_q = cu_seqlens_q,
-            .cu_seqlens_k = cu_seqlens_k,
-            .max_seqlen_q = max_seqlen_q,
-            .max_seqlen_k = max_seqlen_k,
-            .seqused_k = seqused_k,
-            .block_table = block_table,
-            .attn_bias = TensorView(),
-            .alibi_slopes = TensorView(),
-            .sinks = TensorView(),
-            .q_descale = q_descale,
-            .k_descale = k_descale,
-            .v_descale = TensorView(),
-            .out_scale = TensorView(),
-            .rng_state = TensorView(),
-            .q_latent = TensorView(),
-            .tail_mask = TensorView(),
-            .k_start = TensorView(),
-            .q_position = q_position,
-            .softmax_scale = std::nullopt,
-            .causal = causal,
-            .window_size_left = -1,
-            .window_size_right = -1,
-            .softcap = 0,
-            .dropout_p = 0,
-            .out_dtype = std::nullopt,
-            .deterministic = true,
-            .batch_invariant = false,
-            .key_ranks = 1,
-            .key_rank = 0,
-            .key_interleave = 1,
-            .takes_token_scales = false};
-  }
-};
-
-bool accept(const SelectArguments& x, SelectKeys& s) {
+bool accept(const AttentionArguments& x, SelectKeys& s) {
   Attention& a = s.forward;
-  if (!accept_attention(x.forward(), a)) return false;
+  if (!accept_attention(x, a)) return false;
   const TensorView& weights = x.weights;
   if (weights && !(weights.is_one_of({DType::float32, DType::bfloat16, DType::float16}) &&
                    weights.has_shape({a.total_q, a.num_heads})))
@@ -93,8 +27,8 @@ bool accept(const SelectArguments& x, SelectKeys& s) {
   if (!is_unit_size(x.select_size)) return false;
   if (x.score != "relu" && x.score != "identity") return false;
   if (x.pool != "max" && x.pool != "mean" && x.pool != "sum") return false;
-  if (x.force_first < 0 || x.force_last < 0 || x.num_units < 1 ||
-      x.force_first > x.num_units || x.force_last > x.num_units - x.force_first)
+  if (x.force_first < 0 || x.force_last < 0 || x.num_units < 1 || x.force_first > x.num_units ||
+      x.force_last > x.num_units - x.force_first)
     return false;
   s.has_relu = x.score == "relu";
   s.pool = x.pool == "max" ? Pool::max : x.pool == "mean" ? Pool::mean : Pool::sum;
@@ -160,8 +94,7 @@ void run(const SelectKeys& x, int32_t* ids, int32_t* counts) {
     const Sequence s = sequence_at(a, b);
     const int64_t units = units_of(s);
     if (units == 0) continue;
-    const int64_t tokens =
-        std::max<int64_t>(1, std::min(ROWS / a.group_size, MOST_SCORES / units));
+    const int64_t tokens = std::max<int64_t>(1, std::min(ROWS / a.group_size, MOST_SCORES / units));
     most_tokens = std::max(most_tokens, std::min(tokens, s.q_len));
     most_units = std::max(most_units, std::min(tokens, s.q_len) * units);
     cost += s.q_len * s.k_len * a.num_heads * a.head_dim;
@@ -198,7 +131,7 @@ void run(const SelectKeys& x, int32_t* ids, int32_t* counts) {
 void select_keys(StableIValue* stack, uint64_t num_args, uint64_t) {
   constexpr const char* op = "select_keys";
   Arguments arguments(op, stack, num_args);
-  const SelectArguments x = {arguments};
+  const AttentionArguments x = {arguments, Form::units};
   SelectKeys s = {};
   arguments.require(arguments.are_readable() && accept(x, s));
   const Attention& a = s.forward;
@@ -221,6 +154,4 @@ void select_keys(StableIValue* stack, uint64_t num_args, uint64_t) {
 }  // namespace
 }  // namespace paged_attn
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
-  m.impl("select_keys", &paged_attn::select_keys);
-}
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("select_keys", &paged_attn::select_keys); }

@@ -10,6 +10,4 @@ void selected_attention(StableIValue* stack, uint64_t num_args, uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
-  m.impl("selected_attention", &selected_attention);
-}
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("selected_attention", &selected_attention); }

@@ -71,9 +71,7 @@ bool accept_list(const AttentionArguments& x, const Attention& a, const Sequence
 
 }  // namespace
 
-bool is_unit_size(int64_t keys) {
-  return keys >= 1 && keys <= 256 && (keys & (keys - 1)) == 0;
-}
+bool is_unit_size(int64_t keys) { return keys >= 1 && keys <= 256 && (keys & (keys - 1)) == 0; }
 
 bool accept_lists(const AttentionArguments& x, Attention& a) {
   const TensorView &indices = x.key_indices, &counts = x.num_selected;
@@ -83,9 +81,9 @@ bool accept_lists(const AttentionArguments& x, Attention& a) {
   const int64_t lists = indices.size(1);
   if (lists != 1 && lists != a.num_kv_heads) return false;
   if (counts && !(counts.is(DType::int32) && counts.has_shape({a.total_q, lists}))) return false;
-  if (x.are_slots() && (x.causal || x.window_size_left != -1 || x.window_size_right != -1 ||
-                        x.cu_seqlens_k || x.seqused_k || x.k_start || x.q_position ||
-                        a.page_size % size != 0))
+  if (x.are_slots() &&
+      (x.causal || x.window_size_left != -1 || x.window_size_right != -1 || x.cu_seqlens_k ||
+       x.seqused_k || x.k_start || x.q_position || a.page_size % size != 0))
     return false;
   Selection& lists_of_call = a.selection;
   lists_of_call.enabled = true;
@@ -109,8 +107,8 @@ bool accept_lists(const AttentionArguments& x, Attention& a) {
 bool accept_list_values(const AttentionArguments& x, const Attention& a) {
   constexpr int64_t ENTRIES_OF_TASK = 1 << 14;
   const int64_t lists = a.selection.num_lists;
-  const int64_t tokens = std::max<int64_t>(
-      1, ENTRIES_OF_TASK / std::max<int64_t>(1, lists * a.selection.num_entries));
+  const int64_t tokens =
+      std::max<int64_t>(1, ENTRIES_OF_TASK / std::max<int64_t>(1, lists * a.selection.num_entries));
   struct Part {
     int64_t sequence, begin, end;
   };

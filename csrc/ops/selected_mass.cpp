@@ -15,72 +15,10 @@
 namespace paged_attn {
 namespace {
 
-// In the order of the schema, as AttentionArguments.
-struct MassArguments {
-  Arguments& next;
-
-  TensorView q = next.tensor();
-  TensorView k = next.tensor();
-  TensorView softmax_lse = next.tensor();
-  TensorView key_indices = next.tensor();
-  TensorView cu_seqlens_q = next.tensor();
-  TensorView cu_seqlens_k = next.optional_tensor();
-  int64_t max_seqlen_q = next.integer();
-  int64_t max_seqlen_k = next.integer();
-  TensorView seqused_k = next.optional_tensor();
-  TensorView block_table = next.optional_tensor();
-  TensorView num_selected = next.optional_tensor();
-  TensorView q_descale = next.optional_tensor();
-  TensorView k_descale = next.optional_tensor();
-  TensorView k_start = next.optional_tensor();
-  TensorView q_position = next.optional_tensor();
-  int64_t select_size = next.integer();
-  std::optional<double> softmax_scale = next.optional_number();
-  bool causal = next.boolean();
-  int64_t window_size_left = next.integer();
-  int64_t window_size_right = next.integer();
-  double softcap = next.number();
-
-  // The call whose masses these are, with keys for values.
-  AttentionArguments forward() const {
-    return {.next = next,
-            .form = Form::lists,
-            .q = q,
-            .k = k,
-            .v = k,
-            .key_indices = key_indices,
-            .cu_seqlens_q = cu_seqlens_q,
-            .cu_seqlens_k = cu_seqlens_k,
-            .max_seqlen_q = max_seqlen_q,
-            .max_seqlen_k = max_seqlen_k,
-            .seqused_k = seqused_k,
-            .block_table = block_table,
-            .num_selected = num_selected,
-            .sinks = TensorView(),
-            .q_descale = q_descale,
-            .k_descale = k_descale,
-            .v_descale = TensorView(),
-            .out_scale = TensorView(),
-            .q_latent = TensorView(),
-            .k_start = k_start,
-            .q_position = q_position,
-            .select_size = select_size,
-            .softmax_scale = softmax_scale,
-            .causal = causal,
-            .window_size_left = window_size_left,
-            .window_size_right = window_size_right,
-            .softcap = softcap,
-            .out_dtype = std::nullopt,
-            .deterministic = true,
-            .batch_invariant = false,
-            .takes_token_scales = false};
-  }
-};
-
-bool accept(const MassArguments& x, SelectedMass& m) {
+bool accept(const AttentionArguments& x, SelectedMass& m) {
   Attention& a = m.forward;
-  if (!accept_attention(x.forward(), a)) return false;
-  const TensorView& lse = x.softmax_lse;
+  if (!accept_attention(x, a)) return false;
+  const TensorView& lse = x.lse_of_masses;
   if (!lse.is(DType::float32) || !lse.has_shape({a.num_heads, a.total_q})) return false;
   m.lse = strided<float>(lse);
   return true;
@@ -115,7 +53,7 @@ void run(const SelectedMass& m) {
 void selected_mass(StableIValue* stack, uint64_t num_args, uint64_t) {
   constexpr const char* op = "selected_mass";
   Arguments arguments(op, stack, num_args);
-  const MassArguments x = {arguments};
+  const AttentionArguments x = {arguments, Form::masses};
   SelectedMass m = {};
   arguments.require(arguments.are_readable() && accept(x, m));
   const Attention& a = m.forward;

@@ -14,7 +14,8 @@ const int32_t* dtype_codes() {
   static const int32_t codes[] = {
       aoti_torch_dtype_float32(),       aoti_torch_dtype_bfloat16(),    aoti_torch_dtype_float16(),
       aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_int8(),
-      aoti_torch_dtype_uint8(),         aoti_torch_dtype_bool(),          aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
+      aoti_torch_dtype_uint8(),         aoti_torch_dtype_bool(),        aoti_torch_dtype_int32(),
+      aoti_torch_dtype_int64(),
   };
   return codes;
 }
@@ -47,9 +48,9 @@ Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
     stride *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
   }
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(),
-                                                         strides, dtype_codes()[int(dtype)],
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(), strides,
+                                                  dtype_codes()[int(dtype)],
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
   Tensor tensor(handle);
   prefer_huge_pages(tensor.mutable_data_ptr(), stride * bytes_of(dtype));
   return tensor;

@@ -101,9 +101,7 @@ Strided<T> strided(const TensorView& t) {
 
 // (), (head) or (batch, head) as (batch, head), broadcast; or nothing.
 // The numbers of a row of keys or values.
-inline int64_t numbers_of(const TensorView& t) {
-  return t.last() * (t.is(DType::int4) ? 2 : 1);
-}
+inline int64_t numbers_of(const TensorView& t) { return t.last() * (t.is(DType::int4) ? 2 : 1); }
 
 inline Strided<float> per_head(const TensorView& t) {
   Strided<float> s;
