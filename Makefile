@@ -158,7 +158,11 @@ test-vllm-gpu:
 	. tools/vllm_gpu/setup.sh $(VLLM_PIECES) && for model in $(VLLM_MODELS); do \
 	    python3 tools/vllm_gpu/make_model.py $$model $${TMPDIR:-/tmp}/$$model && \
 	    python3 tools/vllm_gpu/compare.py $${TMPDIR:-/tmp}/$$model \
-	        --out $${OUT:-$${TMPDIR:-/tmp}}/vllm_$$model || exit 1; done
+	        --out $${OUT:-$${TMPDIR:-/tmp}}/vllm_$$model || exit 1; done && \
+	  for model in few few_window; do \
+	    python3 tools/vllm_gpu/make_model.py $$model $${TMPDIR:-/tmp}/$$model || exit 1; done && \
+	  python3 tools/vllm_gpu/features.py $${TMPDIR:-/tmp}/few $${TMPDIR:-/tmp}/few_window \
+	    --out $${OUT:-$${TMPDIR:-/tmp}}/vllm_features
 
 .venv-vllm/installed: $(VENV)/built
 	python3 -m venv .venv-vllm

@@ -2,8 +2,9 @@
 
     python engine.py MODEL BACKEND [OPTIONS]
 
-BACKEND is FLASH_ATTN, CUSTOM or TRITON_ATTN; OPTIONS is JSON, further arguments of LLM. An answer
-is a line `ANSWER {json}` on standard output. compare.py runs several of these side by side.
+BACKEND is FLASH_ATTN, CUSTOM or TRITON_ATTN; OPTIONS is JSON, further arguments of LLM, and
+`sinks`, which gives each layer a sink for each head, whatever the model is. An answer is a line
+`ANSWER {json}` on standard output. compare.py and features.py run several of these side by side.
 """
 
 import json
@@ -54,16 +55,34 @@ def workload(kind: str, seed: int) -> tuple[list[list[int]], list[int]]:
         shapes = [(length(1, 4096), draw.randint(1, 24)) for _ in range(6)]
     elif kind == "check":
         shapes = [(length(64, 4096), 16) for _ in range(256)]
+    elif kind == "repeats":  # words of 32 tokens again and again: n-grams are found in them
+        shapes = [(length(64, 4096), 32) for _ in range(64)]
     else:
         raise ValueError(kind)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n, _ in shapes]
+    if kind == "repeats":
+        prompts = [[x[i % 32] for i in range(len(x))] for x in prompts]
     return prompts, [m for _, m in shapes]
+
+
+def give_sinks() -> None:
+    """Give each attention layer that is made from now on a sink for each head, as gpt-oss has."""
+    from vllm.model_executor.layers.attention import Attention
+
+    stock = Attention.__init__
+
+    def init(self, num_heads: int, *args, **kwargs) -> None:
+        sinks = torch.linspace(-2, 6, num_heads, dtype=torch.bfloat16, device="cuda")
+        stock(self, num_heads, *args, sinks=sinks, **kwargs)
+
+    Attention.__init__ = init
 
 
 class Engine:
     def __init__(self, model: str, backend: str, options: dict) -> None:
-        self.llm = LLM(
-            model,
+        if options.pop("sinks", False):
+            give_sinks()
+        asked = dict(
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=4608,
@@ -71,8 +90,8 @@ class Engine:
             seed=0,
             disable_log_stats=True,
             attention_backend=backend,
-            **options,
         )
+        self.llm = LLM(model, **asked | options)
 
     def generate(self, kind: str, seed: int, order: str = "given", logprobs: int | None = None):
         prompts, news = workload(kind, seed)
@@ -108,12 +127,17 @@ class Engine:
             seconds, new = seconds + one[0], new + one[1]
         return dict(seconds=seconds, new=new)
 
-    def check(self, seed: int, order: str):
+    def check(self, seed: int, order: str, kind: str = "check"):
         """Tokens, and of each request's first ones the logarithms of the best five."""
         self.llm.reset_prefix_cache()
-        seconds, _, answers = self.generate("check", seed, order, logprobs=5)
+        seconds, _, answers = self.generate(kind, seed, order, logprobs=5)
         first = [{str(t): lp.logprob for t, lp in x.logprobs[0].items()} for x in answers]
         return dict(seconds=seconds, tokens=[list(x.token_ids) for x in answers], first=first)
+
+    def drafts(self):
+        """Tokens that were proposed, and those that were accepted (`disable_log_stats=False`)."""
+        given = {x.name: x.value for x in self.llm.get_metrics() if hasattr(x, "value")}
+        return {n: given[f"vllm:spec_decode_num_{n}_tokens"] for n in ("draft", "accepted")}
 
     def profile(self, kind: str, seed: int):
         """Milliseconds of the GPU, all kernels and the longest ones."""
