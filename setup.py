@@ -1,10 +1,12 @@
 """Compiles the CPU kernels, or stops with one sentence; metadata lives in pyproject.toml.
 
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
-a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR=here
+a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR: here
 has kernels for this machine's processor alone: others are only parsed, and those for which it has
-better ones are optimised little (half the time). `setup.py build_kernels` compiles the kernels,
-which need no torch, while torch is still fetched; build_ext then takes their objects.
+better ones are optimised little, which takes less time; all has every kernel, as a wheel for other
+machines needs. With PAGED_ATTN_BUILD_CPP=1 the default is all, else here. `setup.py build_kernels`
+compiles the kernels, which need no torch, while torch is still fetched; build_ext then takes their
+objects.
 PAGED_ATTN_TORCH names the folder of the torch whose headers are used; by default that of this
 Python (`tools/build_backend` finds it in the environment that pip installs into). Only libtorch's
 stable ABI is used: one library serves every supported torch and Python, and needs no header of
@@ -55,24 +57,27 @@ KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 # GCC's own header leaves the unused half of a reduction undefined
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
-IS_FOR_HERE = os.environ.get("PAGED_ATTN_BUILD_FOR") == "here"
+IS_FOR_HERE = os.environ.get("PAGED_ATTN_BUILD_FOR", "all" if WANTED == "1" else "here") == "here"
 CPUINFO, PARSE = Path("/proc/cpuinfo"), "-fsyntax-only"
 
 
-def runs_here(flags: list[str], cpuinfo: str) -> bool:
-    """Whether the processor that Linux describes has what -m flags ask for."""
-    named = re.search(r"^flags\s*: (.*)", cpuinfo, re.MULTILINE)
-    there = set(named[1].replace("_", "").split()) if named else set()
-    wanted = {x[2:].replace("-", "") for x in flags if not x.startswith("-march")}
-    return not named or wanted <= there
+def runs_here(flags: list[str], named: str) -> bool:
+    """Whether a processor with these features, as Linux names them, has what -m flags ask for."""
+    wanted = {x[2:].replace("-", "") for x in flags}
+    return wanted <= set(named.replace("_", "").split())
 
 
 def level_of(isa: str, cpuinfo: str) -> list[str]:
     """The flag for kernels that the processor of `cpuinfo` does not take by itself: those that it
     cannot run are parsed, those that tests run beside its best ones are optimised little.
     """
-    run = [x for x, flags in ISA_FLAGS.items() if runs_here(flags, cpuinfo)]
-    return [] if isa == run[-1] else ["-O1"] if isa in run else [PARSE]
+    named = re.search(r"^flags\s*: (.*)", cpuinfo, re.MULTILINE)
+    if named is None:  # not x86-64: it may have everything
+        return []
+    run = [x for x, flags in ISA_FLAGS.items() if runs_here(flags, named[1])]
+    # csrc/dispatch.cpp: some calls of the last ones are served by the others
+    best = [x for x in run if x in ("avx512", "avx512bf16", "amx")] or run[-1:]
+    return [] if isa in best else ["-O1"] if isa in run else [PARSE]
 
 
 def levels_here() -> dict[str, list[str]]:

@@ -36,9 +36,11 @@ struct InstructionSet {
 // Engines that are all the same table.
 Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k, &k}; }
 
-// setup.py defines PAGED_ATTN_WITHOUT_<name> for each ISA whose file the compiler refused.
+// setup.py defines PAGED_ATTN_WITHOUT_<name> for each ISA whose file the compiler refused, or that
+// the machine which compiled cannot run.
 [[maybe_unused]] std::string not_built(const char* name) {
-  return std::string("not built: the compiler refused csrc/isa/") + name + ".cpp";
+  return std::string("not built: the compiler refused csrc/isa/") + name +
+         ".cpp, or the library was compiled for a processor without it (install it again here)";
 }
 
 #if defined(__x86_64__)

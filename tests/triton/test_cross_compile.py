@@ -3,7 +3,7 @@ instructions do the work.
 
 Every chip compiles a tenth of the calls and every call is compiled for one chip; of the backward,
 and of arguments that a backend may lack, a few calls for a chip each; of calls that differ in how
-their tiles are cut, a third. With `--sample`, a third of these. With the `thorough` profile, all
+their tiles are cut, a third. With `--sample`, an eighth of these. With the `thorough` profile, all
 whose tiles have been fitted. `cross_compile.py` prints what other chips make of them.
 """
 
@@ -137,9 +137,7 @@ def planner():
         yield process
 
 
-@pytest.mark.parametrize(
-    "arch", [x if x in ("sm90", "gfx942") else left_out(x) for x in cross_compile.CHIPS]
-)
+@pytest.mark.parametrize("arch", [x if x == "sm90" else left_out(x) for x in cross_compile.CHIPS])
 def test_table_entries_compile(arch, planner):
     taken, entries = planner.submit(fit_tiles.entries_of, arch).result()
     assert set(taken) == set(entries)

@@ -220,14 +220,7 @@ def assert_agrees(problem, form, compiler):
 
 
 @pytest.mark.parametrize(
-    "problem",
-    SHAPES
-    if IS_THOROUGH
-    else [
-        pytest.param(x, marks=pytest.mark.device_suite if i % 3 else ())
-        for i, x in enumerate(every(3, covering(SHAPES)))
-    ],
-    ids=lambda p: p.name,
+    "problem", SHAPES if IS_THOROUGH else every(6, covering(SHAPES)), ids=lambda p: p.name
 )
 def test_compiles_to_products(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem).result()
