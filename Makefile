@@ -303,6 +303,7 @@ sanitize: install
 
 bench: install
 	PYTHON=$(PYTHON) benchmarks/get_peers.sh
+	$(PIP) onnxruntime==1.32.0 onnx==1.23.2
 	$(PYTHON) benchmarks/run.py --backend cpu
 
 # On a machine with a GPU, as test-gpu: make bench-gpu PYTHON=python3

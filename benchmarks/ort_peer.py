@@ -6,6 +6,7 @@ float32 and float16 on the CPU, and has no bfloat16 there.
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,14 @@ from baselines import Batch, Prepared, assemble, batches
 from torch import Tensor
 from workloads import sequence_lengths
 
+from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.testing import Call
 
 # arguments that say where keys are or that the operator has by itself
 KNOWN = {
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k",
-    "block_table", "softmax_scale", "causal", "k_descale", "v_descale",
+    "block_table", "softmax_scale", "causal", "k_descale", "v_descale", "batch_invariant",
+    "deterministic",
 }  # fmt: skip
 
 
@@ -109,9 +112,14 @@ class OnnxRuntime:
             return "needs onnxruntime and onnx"
         if call.args["q"].dtype not in (torch.float32, torch.float16):
             return f"has no {str(call.args['q'].dtype).removeprefix('torch.')} on the CPU"
-        given = {name for name, x in call.args.items() if x is not None}
-        if call.op != "flash_varlen" or not given <= KNOWN:
-            return "has no " + ", ".join(sorted(given - KNOWN) or [call.op])
+        if call.op != "flash_varlen":
+            return f"has no {call.op}"
+        defaults = inspect.signature(flash_varlen).parameters
+        more = [name for name, x in call.args.items()
+                if name not in KNOWN and x is not None and x is not defaults[name].default
+                and (isinstance(x, Tensor) or x != defaults[name].default)]  # fmt: skip
+        if more:
+            return "has no " + ", ".join(more)
         if call.args["q"].shape[-1] != call.args["v"].shape[-1]:
             return "keys and values are of one size"
         lengths = sequence_lengths(call)

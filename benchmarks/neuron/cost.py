@@ -23,6 +23,7 @@ from nki_emulator import emulated
 
 from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.testing import Layout, Problem, build
+from torch_paged_attn.testing.problem import Selected
 
 SHORT, LONG = 512, 2048  # bytes of a descriptor: what a DMA needs at least, and is efficient from
 P = 128
@@ -41,6 +42,16 @@ CASES = tuple(
             {"seqs": ((4096, 0),), "layout": Layout(64, 64, density=0.25)},
         ),
     )
+)
+
+# a step whose lists name a quarter of its pages
+SELECTED_UNITS = 16
+SELECTED = dataclasses.replace(
+    LLAMA,
+    name="llama3_8b/selected_16_of_64_pages",
+    seqs=((1, 4095),) * 2,
+    page_size=64,
+    selected=Selected(SELECTED_UNITS, 64),
 )
 
 

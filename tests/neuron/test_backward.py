@@ -13,7 +13,7 @@ from same_bits import same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
-from torch_paged_attn.backends.neuron.backward_tiles import Sizes, cut, visible_tiles
+from torch_paged_attn.backends.neuron.backward_plan import Sizes, cut, visible_tiles
 from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items, spans_of
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,

@@ -43,6 +43,17 @@ def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
     assert counted.dma_bytes < design.dma_bytes and counted.matmuls < design.matmuls
 
 
+def test_of_selected_pages_little_more_is_read_than_lists_name():
+    problem = cost.SELECTED
+    counted = cost_of(problem)
+    row = 2 * problem.head_dim * problem.dtype.itemsize
+    keys = len(problem.seqs) * cost.SELECTED_UNITS * problem.page_size
+    named = keys * problem.num_kv_heads * row
+    assert named <= counted.dma_bytes <= 1.1 * named < counted.kv_bytes / 2
+    assert counted.long_share >= 0.95
+    assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
+
+
 def shares(name, generation):
     """What a backward costs, and its shares of flash_attn_bwd's bytes, TensorE's instructions and
     columns, VectorE's and ScalarE's instructions."""

@@ -9,7 +9,7 @@ import torch
 
 from torch_paged_attn.backends import neuron
 from torch_paged_attn.backends.neuron import plan
-from torch_paged_attn.backends.neuron.plan_cache import PlanCache, _kept, read
+from torch_paged_attn.backends.neuron.plan import PlanCache, _kept, read
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 # two heads: what changes is the metadata

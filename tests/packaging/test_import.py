@@ -114,7 +114,7 @@ MAY_IMPORT = {
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),
-    "backends/neuron": ("backends.neuron", "ops"),
+    "backends/neuron": ("backends.neuron", "lru", "ops"),
     "backends/triton": ("backends.triton", "lru", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),

@@ -5,14 +5,21 @@ on hardware: see `docs/neuron.md`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.plan_cache import keep_plans
 from torch_paged_attn.ops.backend import Backend
 
 __all__ = ["BACKEND", "Neuron", "keep_plans"]
+
+
+def keep_plans() -> AbstractContextManager[None]:
+    """As `plan.keep_plans`: within it, metadata is read once for each version of its tensors."""
+    from torch_paged_attn.backends.neuron import plan
+
+    return plan.keep_plans()
 
 
 class Neuron(Backend):

@@ -1,6 +1,6 @@
 """`flash_varlen` and `blocksparse`: plan a call on the host, launch it, lay out its results.
 
-The metadata is read on the host for every call, which waits for the device; see `plan_cache`.
+The metadata is read on the host for every call, which waits for the device; see `plan`.
 """
 
 import dataclasses

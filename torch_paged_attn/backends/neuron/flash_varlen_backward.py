@@ -16,7 +16,7 @@ from torch_paged_attn.backends.neuron.backward_plan import (
     BackwardLaunch,
     plan_backward,
 )
-from torch_paged_attn.backends.neuron.bias_gradient import BiasTask
+from torch_paged_attn.backends.neuron.bias import BiasTask
 from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
 from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout

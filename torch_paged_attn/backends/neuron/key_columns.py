@@ -4,7 +4,6 @@ Columns follow the order of positions, so that a range of visible positions is a
 """
 
 import dataclasses
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,26 +16,12 @@ def count_up(counts: Tensor) -> tuple[Tensor, Tensor]:
     return which, rank
 
 
-class Columns(Protocol):
-    """The columns of some stacks; `stack` broadcasts against the other argument."""
-
-    @property
-    def width(self) -> Tensor:
-        """How many columns there are, (num_stacks,)."""
-
-    def before(self, stack: Tensor, position: Tensor) -> Tensor:
-        """How many columns stand for keys before these positions."""
-
-    def key(self, stack: Tensor, column: Tensor) -> Tensor:
-        """The position that a column within the width stands for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Stretch:
     """Every key from `origin` on."""
 
     origin: Tensor  # (num_stacks,)
-    width: Tensor
+    width: Tensor  # how many columns there are
 
     @classmethod
     def over(cls, start: Tensor, stop: Tensor, grid: int) -> "Stretch":
@@ -45,9 +30,11 @@ class Stretch:
         return cls(origin, torch.where(stop > start, stop - origin, 0))
 
     def before(self, stack: Tensor, position: Tensor) -> Tensor:
+        """How many columns stand for keys before these positions; the two broadcast."""
         return torch.minimum((position - self.origin[stack]).clamp(min=0), self.width[stack])
 
     def key(self, stack: Tensor, column: Tensor) -> Tensor:
+        """The position that a column within the width stands for."""
         return self.origin[stack] + column
 
 
@@ -112,6 +99,9 @@ class Blocks:
             return torch.zeros_like(column)
         place = (self.first[stack] + column // self.size).clamp(max=len(self.listed) - 1)
         return self.listed[place] % STRIDE * self.size + column % self.size
+
+
+Columns = Stretch | Blocks
 
 
 def _batch(layout: Tensor, sequence: Tensor) -> int:

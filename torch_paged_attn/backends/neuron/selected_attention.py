@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention import attend
-from torch_paged_attn.backends.neuron.plan_cache import read
+from torch_paged_attn.backends.neuron.plan import read
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 from torch_paged_attn.ops.selected_pages import NamedPages, attend_pages, named_pages
 

@@ -31,6 +31,7 @@ from torch_paged_attn.backends.neuron.kernels.philox import drop
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     FLOOR,
+    TINY,
     add_alibi,
     add_bias,
     clear_unseen,
@@ -45,9 +46,6 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     weigh_values,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
-
-# below every sum of a row that sees a key, and within what `log` takes
-TINY = 1.0e-18
 
 
 def begin_stack(stack, is_first):
@@ -211,19 +209,7 @@ def new_stack(dtype, program):
 
 
 def attention_kernel(
-    out,
-    lse,
-    q,
-    k,
-    v,
-    indices,
-    bounds,
-    positions,
-    count,
-    words,
-    row_scalars,
-    bias,
-    options,
+    out, lse, q, k, v, indices, bounds, positions, count, words, row_scalars, bias, options
 ):
     """Write the attention of the listed rows to out (num_rows, num_kv_heads * head_dim_v) and lse.
 
@@ -239,21 +225,10 @@ def attention_kernel(
 
     A row that sees no key has an lse of FLOOR.
     """
-    columns, tile_k = table_columns(options), options.chunks * options.run * P
+    columns, tile_k = table_columns(options, 0), options.chunks * options.run * P
     program = start_program(q.dtype, indices.shape[0], words, options, columns, tile_k)
     stack = new_stack(q.dtype, program)
-    tensors = Tensors(
-        out=out,
-        lse=lse,
-        q=q,
-        k=k,
-        v=v,
-        indices=indices,
-        bounds=bounds,
-        positions=positions,
-        row_scalars=row_scalars,
-        bias=bias,
-    )
+    tensors = Tensors(out, lse, q, k, v, indices, bounds, positions, row_scalars, bias)
 
     def body(number):
         attend_item(number, stack, tensors, program)

@@ -19,7 +19,6 @@ from torch_paged_attn.backends.neuron.kernels.backward_groups import (
     BackwardStack,
     BackwardTensors,
     Transposed,
-    backward_columns,
 )
 from torch_paged_attn.backends.neuron.kernels.backward_sums import (
     add_to_sums,
@@ -41,7 +40,7 @@ from torch_paged_attn.backends.neuron.kernels.backward_tile import (
     turn_rows,
 )
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
-from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout
+from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout, table_columns
 from torch_paged_attn.backends.neuron.kernels.load_item import (
     key_positions,
     load_kv,
@@ -140,16 +139,7 @@ def load_item(number, stack, tensors, program):
     position, quad = None, None
     if options.has_alibi or options.has_dropout:
         position, quad = key_positions(number, tensors, program)
-    return Item(
-        index=index,
-        bound=bound,
-        k=k,
-        v=v,
-        unseen=unseen,
-        unseen_k=unseen,
-        position=position,
-        quad=quad,
-    )
+    return Item(index, bound, k, v, unseen, unseen, position, quad)
 
 
 def turn(stack, item, program):
@@ -244,52 +234,24 @@ def differentiate_item(number, stack, tensors, program):
 
 
 def attention_backward_kernel(
-    dq,
-    dk,
-    dv,
-    dbias,
-    q,
-    k,
-    v,
-    dout,
-    out,
-    indices,
-    bounds,
-    positions,
-    count,
-    words,
-    row_scalars,
-    bias,
-    options,
-):
+    dq, dk, dv, dbias, q, k, v, dout, out, indices, bounds, positions, count, words, row_scalars,
+    bias, options,
+):  # fmt: skip
     """Add the listed rows' and keys' gradients to dq, dk and dv, and store that of the bias.
 
     q, dq: (total_q * num_heads, head_dim); dout, out: the same of head_dim_v. k, v: their storage
     as (rows, row size), each row as `options.k_row` and `v_row` say. dk, dv: (total_k *
     num_kv_heads, head_dim or head_dim_v). indices (num_items, P, columns) int32 and bounds
-    (num_items, P, columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions,
+    (num_items, P, columns) float32: see `TableColumns`; an index of -1 is skipped. positions,
     count, words and bias: as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS)
     float32. dbias (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them,
     else of q's type.
     """
-    columns = backward_columns(options)
+    columns = table_columns(options, options.chunks)
     program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)
     stack = new_stack(q, dout, dq, program)
     tensors = BackwardTensors(
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dbias=dbias,
-        q=q,
-        k=k,
-        v=v,
-        dout=dout,
-        out=out,
-        indices=indices,
-        bounds=bounds,
-        positions=positions,
-        row_scalars=row_scalars,
-        bias=bias,
+        dq, dk, dv, dbias, q, k, v, dout, out, indices, bounds, positions, row_scalars, bias
     )
 
     def body(number):

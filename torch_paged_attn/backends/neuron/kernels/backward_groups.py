@@ -51,57 +51,6 @@ LEVEL, COLUMNS, HIDES_FIRST, HIDES_LAST = 0, 1, 2, 3
 
 
 @dataclass
-class BackwardColumns(nl.NKIObject):
-    """Where the columns of an item's two tables begin, as in `TableColumns`."""
-
-    # `indices`, int32
-    load: int
-    store: int
-    k: int
-    v: int
-    token: int  # with dropout
-    head: int  # with dropout
-    keys: int  # chunks: rows of dk and dv, -1 for a key that no row of the item sees
-    bias: int  # with a bias: rows of it
-    dbias: int  # where its gradient is asked for: rows of that
-    # `bounds`, float32
-    start: int
-    stop: int
-    position: int
-    is_first: int
-    key_start: int
-    key_stop: int
-    absent: int
-
-
-def backward_columns(options):
-    """The columns of the tables that a kernel with these options loads."""
-    depth, chunks = options.depth, options.chunks
-    token = 2 * depth + 2 * chunks
-    keys = token
-    if options.has_dropout:
-        keys = token + 2 * depth
-    return BackwardColumns(
-        load=0,
-        store=depth,
-        k=2 * depth,
-        v=2 * depth + chunks,
-        token=token,
-        head=token + depth,
-        keys=keys,
-        bias=keys + chunks,
-        dbias=keys + chunks + depth,
-        start=0,
-        stop=depth,
-        position=2 * depth,
-        is_first=3 * depth,
-        key_start=3 * depth + 1,
-        key_stop=3 * depth + 2,
-        absent=3 * depth + 3,
-    )
-
-
-@dataclass
 class BackwardTensors(nl.NKIObject):
     """The tensors in HBM that an item reads and writes."""
 

@@ -58,7 +58,11 @@ class TableColumns(nl.NKIObject):
     v: int  # chunks: rows of v
     token: int  # with dropout: tokens within their sequence
     head: int  # with dropout: sequence << 16 | head of the group
+    keys: (
+        int  # the backward's, chunks: rows of dk and dv, -1 for a key that no row of the item sees
+    )
     bias: int  # with a bias: rows of it
+    dbias: int  # where its gradient is asked for: rows of that
     # `bounds`, float32: which columns of keys a row sees, and the row's position
     start: int
     stop: int
@@ -69,13 +73,15 @@ class TableColumns(nl.NKIObject):
     absent: int  # with a bias, chunks * run: whether it hides the key from all rows
 
 
-def table_columns(options):
-    """The columns of the tables that a kernel with these options loads."""
+def table_columns(options, key_rows):
+    """The columns of the tables that a kernel with these options loads; `key_rows`: how many of an
+    item have rows of dk and dv.
+    """
     depth, chunks = options.depth, options.chunks
     token = 2 * depth + 2 * chunks
-    bias = token
+    keys = token
     if options.has_dropout:
-        bias = token + 2 * depth
+        keys = token + 2 * depth
     return TableColumns(
         load=0,
         store=depth,
@@ -83,7 +89,9 @@ def table_columns(options):
         v=2 * depth + chunks,
         token=token,
         head=token + depth,
-        bias=bias,
+        keys=keys,
+        bias=keys + key_rows,
+        dbias=keys + key_rows + depth,
         start=0,
         stop=depth,
         position=2 * depth,

@@ -91,16 +91,7 @@ def load_item(number, stack, tensors, program):
     position, quad = None, None
     if options.has_alibi or options.has_dropout:
         position, quad = key_positions(number, tensors, program)
-    return Item(
-        index=index,
-        bound=bound,
-        k=k,
-        v=v,
-        unseen=unseen,
-        unseen_k=unseen_k,
-        position=position,
-        quad=quad,
-    )
+    return Item(index, bound, k, v, unseen, unseen_k, position, quad)
 
 
 def unseen_keys(bound, program):

@@ -40,15 +40,6 @@ def start_program(dtype, num_items, words, options, columns, draw):
     if options.has_dropout:
         philox = philox_constants(words, draw // 4)
     return Program(
-        options=options,
-        columns=columns,
-        first_item=first_item,
-        num_items=num_items,
-        first_head=first_head,
-        heads=heads,
-        identity=identity,
-        key_of_column=key_of_column,
-        key_of_partition=key_of_partition,
-        key_of_share=key_of_share,
-        philox=philox,
-    )
+        options, columns, first_item, num_items, first_head, heads,
+        identity, key_of_column, key_of_partition, key_of_share, philox,
+    )  # fmt: skip

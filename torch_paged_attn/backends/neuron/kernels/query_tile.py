@@ -15,6 +15,8 @@ from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 MASKED = -3.4028234663852886e38
 FLOOR = MASKED + 2.0**104
 LOWEST = FLOOR + 2.0**104
+# below every sum of a row that sees a key, and within what `log` takes
+TINY = 1.0e-18
 
 BANK = 512  # float32 in a bank of PSUM, which a product stays within
 TURNED = 4  # tiles of P columns that are transposed into one bank
