@@ -8,6 +8,7 @@ from operators import operators
 
 pytest.importorskip("transformers")
 
+from torch_paged_attn import flash_varlen
 from torch_paged_attn.integrations import _transformers_dense as dense
 from torch_paged_attn.integrations import transformers as paged
 from torch_paged_attn.integrations._transformers_short import ShortMask
@@ -100,3 +101,31 @@ def test_other_calls_go_another_way():
     sinks = torch.full((HEADS,), 50.0)
     out, _ = paged.attention_forward(LAYER, q, k, v, mask(), s_aux=sinks)
     assert out.abs().max() < 1e-9
+
+
+def test_later_layers_repeat_the_first_ones_call(monkeypatch):
+    """With what they share; a layer of another kind is not given it."""
+    repeated = []
+
+    def attend(tensors, others, options):
+        q, k, v, lengths = tensors
+        _, bounds, *_, first = others
+        q, k, v = q.view(-1, HEADS // KV_HEADS, DIM), k.view(-1, 1, DIM), v.view(-1, 1, DIM)
+        return flash_varlen(q, k, v, bounds, None, seqused_k=lengths, k_start=first, **options)
+
+    def again(_, args, options):
+        repeated.append(args[0])
+        return attend(args[:4], args[4:], options)
+
+    monkeypatch.setattr(dense, "attend_in_one_call", attend)
+    monkeypatch.setattr(dense, "repeat", again)
+    short, layers = mask(room=30), [tensors(30), tensors(30)]
+    outs = [dense.attend_step(*x, short, None, 0.0) for x in layers]
+    assert [x is layers[1][0] for x in repeated] == [True]
+    assert torch.equal(outs[1], dense.attend_step(*layers[1], mask(room=30), None, 0.0))
+    # another softcap, and a cache with room for more
+    for other, softcap in ((layers[1], 5.0), (tensors(40), 0.0)):
+        alone = mask(room=other[1].shape[2])
+        expected = dense.attend_step(*other, alone, None, softcap)
+        assert torch.equal(dense.attend_step(*other, short, None, softcap), expected)
+    assert len(repeated) == 1

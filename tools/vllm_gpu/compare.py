@@ -47,9 +47,12 @@ class Engine:
                 return json.loads(line[7:])
         sys.exit(f"{self.backend} ended; its log's end:\n{self.path.read_text()[-4000:]}")
 
-    def ask(self, **what) -> dict:
+    def tell(self, **what) -> None:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, **what) -> dict:
+        self.tell(**what)
         return self.read()
 
     def compiled(self) -> list[str]:

@@ -7,10 +7,12 @@ the engine in a process of its own, and drafts by n-grams: each is an engine, an
 side, without Inductor and with graphs of decodes. It prints how far their answers agree with
 vLLM's own backend under the same option, and with the plain model's (which an option should
 change), and fails if too few first tokens are the same, if answers differ by more than the bound of
-the cache's format, or if one of our kernels was compiled while serving.
+the cache's format, or if one of our kernels was compiled while serving. With `--no-warm-up` they
+compile when they are needed, of which there are fewer: it is sooner over.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -54,54 +56,57 @@ def main() -> None:
     parser.add_argument("windowed")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="names of cases, with commas between")
+    parser.add_argument("--no-warm-up", action="store_true")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     begin, faults, result = time.perf_counter(), [], {}
     cases = [x for x in CASES if asked.only is None or x[0] in asked.only.split(",")]
 
     cores = sorted(os.sched_getaffinity(0))
+    common = COMMON | ({"kernel_config": {"enable_jit_warmup": False}} if asked.no_warm_up else {})
 
-    def start(name: str, backend: str, options: dict, variables: dict) -> Engine:
-        """An engine on four of the cores: each compiles with as many processes as it has cores."""
+    engines: dict[tuple[str, str], Engine] = {}
+
+    def start(name: str, backend: str, options: dict, variables: dict) -> None:
+        """An engine on four of the cores: it compiles with as many processes as it has cores."""
         model = asked.windowed if name == "window" else asked.model
         log = asked.out / f"{name}_{backend}.log"
         at = 4 * len(engines)
         os.sched_setaffinity(0, {cores[(at + i) % len(cores)] for i in range(4)})
-        engine = Engine(model, backend, COMMON | options, log, variables)
+        engine = engines[name, backend] = Engine(model, backend, common | options, log, variables)
         os.sched_setaffinity(0, cores)
-        return engine
+        engine.tell(do="check", seed=0, order="given", kind="repeats")  # once it is ready
 
-    def answers(engine: Engine, title: str) -> dict | None:
+    @functools.cache
+    def answers(key: tuple[str, str]) -> dict | None:
         """What an engine says; None, and a fault, if it ended."""
         try:
-            engine.read()  # that it is ready
-            return engine.ask(do="check", seed=0, order="given", kind="repeats")
-        except (SystemExit, BrokenPipeError) as ended:
-            faults.append(f"{title} ended")
+            engines[key].read()  # that it is ready
+            return engines[key].read()
+        except SystemExit as ended:
+            faults.append(f"{' '.join(key)} ended")
             print(str(ended)[-1500:], flush=True)
             return None
 
-    engines: dict[tuple[str, str], Engine] = {}
-    engines[PLAIN] = start(*PLAIN, {}, {})
+    start(*PLAIN, {}, {})
     for name, theirs, options, variables, *_ in cases:
         for backend in filter(None, ("CUSTOM", theirs)):
-            engines[name, backend] = start(name, backend, options, variables)
+            start(name, backend, options, variables)
     try:
-        found = {key: answers(engine, " ".join(key)) for key, engine in engines.items()}
-        print(f"{time.perf_counter() - begin:4.0f} s, all engines answered", flush=True)
         for name, theirs, _, _, share, difference in cases:
-            ours, beside = found[name, "CUSTOM"], (name, theirs) if theirs else PLAIN
+            ours, beside = answers((name, "CUSTOM")), (name, theirs) if theirs else PLAIN
             row = result[name] = {}
             for title, key in {"": beside, "plain ": PLAIN}.items():
-                if ours and found[key]:
-                    row |= {title + k: round(x, 4) for k, x in compared(found[key], ours).items()}
+                if ours and (other := answers(key)):
+                    row |= {title + k: round(x, 4) for k, x in compared(other, ours).items()}
             if name == "ngrams" and ours:
                 row |= engines[name, "CUSTOM"].ask(do="drafts")
             row["compiled"] = [x.partition(COMPILED)[2] for x in engines[name, "CUSTOM"].compiled()]
-            print(f"{name}: CUSTOM beside {' '.join(beside)}:", json.dumps(row), flush=True)
+            print(f"{time.perf_counter() - begin:4.0f} s", name, "CUSTOM beside", *beside)
+            print("      ", json.dumps(row), flush=True)
             if not row.get("first_equal", 0) >= share or row["logprob_mean"] > difference:
                 faults.append(f"{name}: answers are too far from {' '.join(beside)}'s")
-            if any("torch_paged_attn" in x for x in row["compiled"]):
+            if not asked.no_warm_up and any("torch_paged_attn" in x for x in row["compiled"]):
                 faults.append(f"{name}: kernels of ours were compiled while serving")
     finally:
         for engine in engines.values():

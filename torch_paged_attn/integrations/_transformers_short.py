@@ -57,6 +57,7 @@ class ShortMask(Tensor):
         keys: (batch, written) bool, False for padding; None if there is no padding. The last keys
             are those of the queries
         cu_seqlens: (num_sequences + 1,) int32, if rows are several sequences each; else None
+        steps: what the layers of a decoding step share, by what they may differ in
     """
 
     causal: bool
@@ -64,6 +65,7 @@ class ShortMask(Tensor):
     written: int
     keys: Tensor | None
     cu_seqlens: Tensor | None
+    steps: dict[tuple[Any, ...], Any]
     _make: Callable[[], Tensor]
     _size: torch.Size
     _full: Tensor | None
@@ -89,7 +91,7 @@ class ShortMask(Tensor):
         mask.causal, mask.window, mask.written = causal, window, written
         mask.keys, mask.cu_seqlens = keys, cu_seqlens
         mask._ranges, mask._packings, mask._heads = False, {}, {}
-        mask._kept = ()
+        mask._kept, mask.steps = (), {}
         return mask
 
     def full(self) -> Tensor:

@@ -17,10 +17,10 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
-# up to so many tokens, a program compares its slots with all others; for a few sizes, since a
-# kernel is compiled for each
+# up to so many tokens, a program compares its slots with all others; for two sizes, since a kernel
+# is compiled for each: fewer tokens than 256 take as long with a size of their own
 FEW_TOKENS = 1024
-WIDTHS = (32, 256, FEW_TOKENS)
+WIDTHS = (256, FEW_TOKENS)
 
 # tokens per program of the first kernel
 CLAIMED = 256
