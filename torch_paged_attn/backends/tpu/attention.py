@@ -159,35 +159,40 @@ def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales
     anew: in pages as they lie, XLA would have 128 lanes for those of 16 tokens."""
     if not call.has_token_scales:
         return None
-    if call.block_table is None:
+    given = call.k_descale, call.v_descale
+    if (table := call.block_table) is None:
         bound = (call.k.shape[0] + call.batch * (LANES - 1)) // LANES
         counts = -(-lengths.key // LANES)
         sequence, rank = count_up(counts, max(bound, 1))
         sequence = jnp.minimum(sequence, call.batch - 1)
         start = (jnp.cumsum(counts) - counts).astype(jnp.int32)
+        row = first_key[sequence, None] + rank[:, None] * LANES + jnp.arange(LANES)
     else:
-        room = call.block_table.shape[1] * call.k.shape[-2] * call.keys_of_row
-        number = jnp.arange(call.batch * -(-room // LANES), dtype=jnp.int32)
-        sequence, rank = jnp.divmod(number, -(-room // LANES))
-        start = jnp.arange(call.batch, dtype=jnp.int32) * -(-room // LANES)
-    sequence, key = sequence[:, None], rank[:, None] * LANES + jnp.arange(LANES)
+        page_size = call.k.shape[-2] * call.keys_of_row
+        room = table.shape[1] * page_size
+        each = -(-room // LANES)
+        sequence = jnp.repeat(jnp.arange(call.batch), each)
+        start = jnp.arange(call.batch, dtype=jnp.int32) * each
 
     def of_keys(descale: Array | None) -> Array:
-        """(pages, LANES, num_kv_heads)"""
+        """(pages of LANES keys, num_kv_heads, LANES)"""
+        shape = len(sequence), call.num_kv_heads, LANES
         if descale is None:
-            return jnp.ones((*key.shape, call.num_kv_heads), jnp.float32)
+            return jnp.ones(shape, jnp.float32)
         if not is_by_token(descale, call.batch):
             heads = jnp.broadcast_to(descale, (call.batch, call.num_kv_heads))
-            return jnp.broadcast_to(heads[sequence], (*key.shape, call.num_kv_heads))
-        if call.block_table is None:
-            return descale[jnp.minimum(first_key[sequence] + key, descale.shape[0] - 1)]
-        num_pages, _, page_size = descale.shape
-        column = jnp.minimum(key // page_size, call.block_table.shape[1] - 1)
-        page = jnp.clip(call.block_table[sequence, column], 0, num_pages - 1)
-        return descale[page, :, key % page_size]
+            return jnp.broadcast_to(heads[sequence, :, None], shape)
+        if table is None:
+            return descale[jnp.minimum(row, descale.shape[0] - 1)].swapaxes(1, 2)
+        pages = descale[jnp.clip(table, 0, descale.shape[0] - 1)].swapaxes(1, 2)
+        pages = pages.reshape(call.batch, call.num_kv_heads, room)
+        pages = jnp.pad(pages, ((0, 0), (0, 0), (0, each * LANES - room)))
+        return (
+            pages.reshape(call.batch, call.num_kv_heads, each, LANES).swapaxes(1, 2).reshape(shape)
+        )
 
-    both = jnp.stack([of_keys(x) for x in (call.k_descale, call.v_descale)], axis=1)
-    return TokenScales(both.astype(jnp.float32).swapaxes(2, 3), start)
+    both = jnp.stack([of_keys(x).astype(jnp.float32) for x in given], axis=1)
+    return TokenScales(both, start)
 
 
 def _attend_tokens(
