@@ -129,14 +129,14 @@ def _hopper_attention_fwd_kernel(
         values = new_tiles(of_products, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
         scales = None
         if OPTIONS.BY_TOKEN:
-            scales = new_scales(OPTIONS.BLOCK_N)
+            scales = new_scales(OPTIONS)
         pipelines = Pipelines(
             queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found,
             scales=scales,
         )  # fmt: skip
     if HAS_PRODUCER:
         p = pipelines
-        pipelines = Pipelines(p.q, p.k, p.v, p.work_info, scales=new_scales(OPTIONS.BLOCK_N))
+        pipelines = Pipelines(p.q, p.k, p.v, p.work_info, scales=new_scales(OPTIONS))
     if OPTIONS.STRETCH > 0:
         p = pipelines
         left = new_left(CONSUMERS, OPTIONS.BLOCK_M)

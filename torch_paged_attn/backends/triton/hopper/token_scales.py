@@ -11,19 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.producer import key_range_of
+from torch_paged_attn.backends.triton.hopper.shared_memory import stages_of_scales
 from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES
 
-# tiles whose scales are kept. A consumer gives a tile of keys back before it has read the scales of
-# the values: so there is room for more tiles than there are stages of keys
-SCALE_STAGES = gl.constexpr(4)
+stages_of = gluon.constexpr_function(stages_of_scales)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def new_scales(BLOCK_N: gl.constexpr):
+def new_scales(OPTIONS: gl.constexpr):
     """Room for the scales of some tiles, a row for keys and one for values."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape: gl.constexpr = [2 * SCALE_STAGES, BLOCK_N]
+    shape: gl.constexpr = [2 * stages_of(OPTIONS), OPTIONS.BLOCK_N]
     return gl.allocate_shared_memory(gl.float32, shape, layout)
 
 
@@ -66,14 +65,16 @@ def load_scales(start, keys, params, OPTIONS: gl.constexpr, WARPS: gl.constexpr)
 @gluon.jit
 def keep_scales(n, loaded, scales):
     """Leave the scales that belong to fill n of the keys."""
-    scales.index(n % SCALE_STAGES * 2 + OF_KEYS).store(loaded[0])
-    scales.index(n % SCALE_STAGES * 2 + OF_VALUES).store(loaded[1])
+    STAGES: gl.constexpr = scales.shape[0] // 2
+    scales.index(n % STAGES * 2 + OF_KEYS).store(loaded[0])
+    scales.index(n % STAGES * 2 + OF_VALUES).store(loaded[1])
 
 
 @gluon.jit
 def scale_columns(x, n, scales, KIND: gl.constexpr):
     """x, (rows, keys), times the scales of fill n of the keys."""
-    row = scales.index(n % SCALE_STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
+    STAGES: gl.constexpr = scales.shape[0] // 2
+    row = scales.index(n % STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
     return x * gl.expand_dims(row, 0)
 
 
