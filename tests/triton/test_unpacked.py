@@ -1,5 +1,6 @@
-"""Keys of 8 bits and int4 that are converted once: what the workspace holds, and that parts of heads
-are put together. In place of Hopper's kernel, which no interpreter runs, stands the formula."""
+"""Keys of 8 bits and int4 that are converted once: what the workspace holds, and that parts of
+heads are put together. In place of Hopper's kernel, which no interpreter runs, the formula stands.
+"""
 
 import dataclasses
 
