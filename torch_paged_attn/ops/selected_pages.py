@@ -157,7 +157,9 @@ def _of_tokens(
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
     changed: dict[str, Any] = {}
     for name in DESCALES:
-        if (scale := getattr(call, name)) is not None and scale.dim():
+        if (scale := getattr(call, name)) is not None and scale.dim() == 3:
+            scale = scale[:, kv_heads]  # by token
+        elif scale is not None and scale.dim():
             scale = scale[..., kv_heads]
             scale = scale[pages.sequence] if scale.dim() == 2 else scale
         changed[name] = scale
@@ -173,7 +175,9 @@ def _of_heads(call: AttentionCall, pages: NamedPages) -> AttentionCall:
     head = torch.arange(groups, device=pages.table.device, dtype=torch.int32)[:, None]
     changed: dict[str, Any] = {}
     for name in DESCALES:
-        if (scale := getattr(call, name)) is not None and scale.dim():
+        if (scale := getattr(call, name)) is not None and scale.dim() == 3:
+            scale = scale.flatten(0, 1)[:, None]  # by token
+        elif scale is not None and scale.dim():
             by_token = scale[pages.sequence] if scale.dim() == 2 else scale.expand(total_q, -1)
             scale = by_token.reshape(-1, 1)
         changed[name] = scale

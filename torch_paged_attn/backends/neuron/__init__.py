@@ -11,6 +11,7 @@ from typing import Any
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import TOKEN_SCALES
 
 __all__ = ["BACKEND", "Neuron", "keep_plans"]
 
@@ -26,6 +27,7 @@ class Neuron(Backend):
     """Trainium and Inferentia, by torch_neuronx or torch_xla; CPU tensors on the emulator."""
 
     name = "neuron"
+    supports = TOKEN_SCALES
     selects_pages = True
     dispatch_keys = ("XLA", "PrivateUse1") + (("CPU",) if environment.NEURON_EMULATE else ())
 

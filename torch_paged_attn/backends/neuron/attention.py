@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.kernels.attention import attention_kernel
 from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
@@ -18,12 +19,20 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
 from torch_paged_attn.backends.neuron.plan import plan
 from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
-from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo, philox_words, row_scalars
+from torch_paged_attn.backends.neuron.tables import (
+    Heads,
+    WorkInfo,
+    descales_of,
+    has_token_scales,
+    philox_words,
+    row_scalars,
+    token_scales,
+)
 from torch_paged_attn.backends.neuron.tile_sizes import choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
-from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
+from torch_paged_attn.ops.lacking import refuse_lacking
 
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
 WIDEST_KEY = 1024
@@ -49,7 +58,7 @@ def refuse(op: str, reason: str) -> NoReturn:
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Results of a checked call."""
-    refuse_lacking(call, "neuron", OPTIONAL)
+    refuse_lacking(call, "neuron", BACKEND.lacks)
     reason = unsupported(call.k, call.v)
     if reason is not None:
         refuse(call.op, reason)
@@ -75,7 +84,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
         words = philox_words(call.rng_state, call.dropout_p)
     scalars = row_scalars(call, scale, heads)
     for info in plan(call, tiles, (k, v)):
-        info, bias, bias_head_stride = _with_bias(call, info, heads)
+        info, bias, bias_head_stride, absent = _with_bias(call, info, heads)
         run = info.work.run
         out, lse = launch(
             attention_kernel,
@@ -91,6 +100,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             words=words,
             row_scalars=scalars,
             bias=bias,
+            token_scales=token_scales(call, info, heads, absent),
             options=Options(
                 num_kv_heads=heads.together,
                 group_size=heads.group_size,
@@ -108,9 +118,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 bias_head_stride=bias_head_stride,
                 has_sinks=call.sinks is not None,
                 has_alibi=call.alibi_slopes is not None,
-                has_scales=any(
-                    d is not None for d in (call.q_descale, call.k_descale, call.v_descale)
-                ),
+                has_scales=any(x is not None for x in descales_of(call)),
+                has_token_scales=has_token_scales(call),
                 has_bias=call.attn_bias is not None,
                 has_dropout=call.dropout_p > 0.0,
                 is_dynamic=is_dynamic(info, tiles.loaded),
@@ -119,10 +128,13 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return _results(call, out, lse)
 
 
-def _with_bias(call: AttentionCall, info: WorkInfo, heads: Heads) -> tuple[WorkInfo, Tensor, int]:
-    """The tables with a bias's columns, its rows, and their stride from KV head to KV head."""
+def _with_bias(
+    call: AttentionCall, info: WorkInfo, heads: Heads
+) -> tuple[WorkInfo, Tensor, int, Tensor | None]:
+    """The tables with a bias's columns, its rows, their stride from KV head to KV head, and which
+    columns it hides from all rows."""
     if call.attn_bias is None:
-        return info, torch.zeros(1, info.work.tile_k, device=call.q.device), 0
+        return info, torch.zeros(1, info.work.tile_k, device=call.q.device), 0, None
     bias = lay_out_bias(call.attn_bias, info, heads)
     absent = bias.absent.unflatten(1, (-1, P, info.work.run)).transpose(1, 2).flatten(2)
     with_bias = dataclasses.replace(
@@ -130,7 +142,7 @@ def _with_bias(call: AttentionCall, info: WorkInfo, heads: Heads) -> tuple[WorkI
         indices=torch.cat([info.indices, bias.index.to(call.q.device)], 2),
         bounds=torch.cat([info.bounds, absent.float()], 2),
     )
-    return with_bias, bias.rows, bias.head_stride
+    return with_bias, bias.rows, bias.head_stride, bias.absent
 
 
 def _kv_dtype(stored: torch.dtype, dtype: torch.dtype) -> str:

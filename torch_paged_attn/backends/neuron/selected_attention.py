@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.backends.neuron.attention import attend
 from torch_paged_attn.backends.neuron.plan import read
-from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
+from torch_paged_attn.ops.lacking import refuse_lacking
 from torch_paged_attn.ops.selected_pages import NamedPages, attend_pages, named_pages
 
 METADATA = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"
@@ -20,7 +21,7 @@ METADATA = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"
 def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.selected_attention`."""
     call = AttentionCall.selected_attention(*args, **kwargs)
-    refuse_lacking(call, "neuron", OPTIONAL)
+    refuse_lacking(call, "neuron", BACKEND.lacks)
     return attend_pages(call, "neuron", attend, find=_named_on_host)
 
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
 from torch_paged_attn.backends.neuron.kernels.philox import ROUNDS
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
@@ -68,7 +68,8 @@ class TokenMajor(Heads):
 class WorkInfo:
     """`attention_kernel`'s arguments of the same names, and the work list they come from.
 
-    Line i of the tables stands for `work`'s item `items[i]`, unless it `is_idle`.
+    Line i of the tables stands for `work`'s item `items[i]`, unless it `is_idle`. `page` and `slot`
+    are those of its columns' keys, on the host.
     """
 
     work: WorkList
@@ -78,6 +79,8 @@ class WorkInfo:
     positions: Tensor
     items: Tensor
     is_idle: Tensor
+    page: Tensor
+    slot: Tensor
 
     def to(self, device: torch.device) -> "WorkInfo":
         """The tables on `device`; the rest stays on the host."""
@@ -176,12 +179,63 @@ def lay_out(
         positions=positions.to(torch.int32),
         items=items,
         is_idle=is_idle,
+        page=slots[0][items].repeat_interleave(work.run, 1),
+        slot=(slots[1][items][..., None] + torch.arange(work.run)).flatten(1),
     )
+
+
+def has_token_scales(call: AttentionCall) -> bool:
+    """Whether keys or values have a scale for each token and head."""
+    return any(is_by_token(x, call.batch) for x in (call.k_descale, call.v_descale))
+
+
+def descales_of(call: AttentionCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of queries, keys and values, those that rows of queries have to themselves."""
+    by_row = not has_token_scales(call)
+    return (call.q_descale, *(x if by_row else None for x in (call.k_descale, call.v_descale)))
+
+
+def token_scales(
+    call: AttentionCall, info: WorkInfo, heads: Heads, absent: Tensor | None
+) -> Tensor:
+    """`(num_items, 2 * heads.together * tile_k)` float32: the scales of each item's keys, then of
+    its values; one number where there are none. Of columns that no row sees, `absent` ones among
+    them, they are 0, whatever the cache holds.
+    """
+    work, device = info.work, call.q.device
+    if not has_token_scales(call):
+        return torch.zeros(1, 1, device=device)
+    sequence = work.sequence[work.stack][info.items].clamp(max=call.batch - 1).to(device)
+    head = torch.arange(heads.together)[None]
+    if heads.planes > 1:
+        head = heads.head_of(work.plane)[work.stack][info.items][:, None]
+    page, slot, head = (x.to(device) for x in (info.page, info.slot, head))
+
+    def of(descale: Tensor | None) -> Tensor:
+        """(num_items, heads, tile_k)"""
+        if descale is None:
+            return torch.ones((), device=device)
+        if not is_by_token(descale, call.batch):
+            each = descale.expand(call.batch, call.num_kv_heads)
+            return each[sequence[:, None], head][..., None]
+        if descale.dim() == 2:
+            return descale[slot[:, None], head[..., None]]
+        return descale[page[:, None], head[..., None], slot[:, None]]
+
+    column = torch.arange(work.tile_k)
+    edges = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
+    start, stop = edges
+    seen = ((column >= start) & (column < stop)).to(device)
+    if absent is not None:
+        seen &= ~absent
+    shape = len(info.items), heads.together, work.tile_k
+    both = [of(x).expand(shape) for x in (call.k_descale, call.v_descale)]
+    return torch.stack(both, 1).masked_fill(~seen[:, None, None], 0.0).float().flatten(1)
 
 
 def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
     """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where no option needs any."""
-    descales = call.q_descale, call.k_descale, call.v_descale
+    descales = descales_of(call)
     if all(values is None for values in (call.sinks, call.alibi_slopes, *descales)):
         return torch.zeros(1, heads.together * NUM_SCALARS, device=call.q.device)
     sequence = sequences_of(call)

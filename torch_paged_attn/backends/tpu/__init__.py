@@ -11,12 +11,14 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import TOKEN_SCALES
 
 
 class Tpu(Backend):
     """Google's TPUs, by torch_tpu or torch_xla."""
 
     name = "tpu"
+    supports = TOKEN_SCALES
     selects_pages = True
     dispatch_keys = ("XLA", "PrivateUse1")
 

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from torch_paged_attn.attention_call import is_by_token
+from torch_paged_attn.backends.tpu import BACKEND
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import (
     EIGHT_BITS,
     FLOAT8,
     FLOATS,
+    LANES,
     SUBLANES,
     compute_dtype_of,
     refuse,
@@ -26,13 +29,25 @@ from torch_paged_attn.backends.tpu.dtypes import (
 )
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
-from torch_paged_attn.backends.tpu.kernels.launch import Modifiers, attend_tiles, attend_tokens
+from torch_paged_attn.backends.tpu.kernels.launch import (
+    Modifiers,
+    TokenScales,
+    attend_tiles,
+    attend_tokens,
+)
 from torch_paged_attn.backends.tpu.kernels.layout_mask import lay_out_tiles, layout_words
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan, reads_tokens
-from torch_paged_attn.backends.tpu.tiles import Cut, Heads, Lengths, cut_queries, repeat_tiles
-from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
+from torch_paged_attn.backends.tpu.tiles import (
+    Cut,
+    Heads,
+    Lengths,
+    count_up,
+    cut_queries,
+    repeat_tiles,
+)
+from torch_paged_attn.ops.lacking import refuse_lacking
 
 
 def unsupported(call: Call) -> str | None:
@@ -53,7 +68,7 @@ def unsupported(call: Call) -> str | None:
 @functools.partial(jax.jit, static_argnames=("config", "interpret"), inline=True)
 def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array, Array]:
     """`out` and `softmax_lse` of a call; NotImplementedError if there is no kernel for it."""
-    refuse_lacking(call, "tpu", OPTIONAL)
+    refuse_lacking(call, "tpu", BACKEND.lacks)
     if (reason := unsupported(call)) is not None:
         refuse(call.op, reason)
     total_q, num_heads, batch = call.total_q, call.num_heads, call.batch
@@ -74,7 +89,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         config = config if call.attn_bias is None else config.with_bias()
         pages, launches = plan_with(config, layouts=layouts)
     q = call.q.astype(compute_dtype_of(call.q.dtype))
-    factors = _factors(call)
+    factors = _factors(call, lengths, first_key)
     if can_read:
         out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
         return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
@@ -115,25 +130,69 @@ def _filled(q: Array, pages: Pages) -> Array:
 class Factors(NamedTuple):
     """What scores and outputs are multiplied by, None for 1.
 
-    Both are (batch * num_kv_heads,): of two dimensions, each row would fill whole lanes of the
-    scalar core's memory.
+    The first two are (batch * num_kv_heads,): of two dimensions, each row would fill whole lanes of
+    the scalar core's memory.
     """
 
     score_scale: Array | None
     out_factor: Array | None
+    token_scales: TokenScales | None
 
 
-def _factors(call: Call) -> Factors:
+def _factors(call: Call, lengths: Lengths, first_key: Array) -> Factors:
     def per_kv_head(descale: Array | None) -> Array:
         factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
         return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads)).reshape(-1)
 
     score_scale = out_factor = None
-    if call.q_descale is not None or call.k_descale is not None:
-        score_scale = per_kv_head(call.q_descale) * per_kv_head(call.k_descale)
-    if call.v_descale is not None or call.dropout_p > 0.0:
-        out_factor = per_kv_head(call.v_descale) / (1.0 - call.dropout_p)
-    return Factors(score_scale, out_factor)
+    # of keys and values, both are by token if one is
+    k, v = (None, None) if call.has_token_scales else (call.k_descale, call.v_descale)
+    if call.q_descale is not None or k is not None:
+        score_scale = per_kv_head(call.q_descale) * per_kv_head(k)
+    if v is not None or call.dropout_p > 0.0:
+        out_factor = per_kv_head(v) / (1.0 - call.dropout_p)
+    return Factors(score_scale, out_factor, _token_scales(call, lengths, first_key))
+
+
+def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales | None:
+    """Scales of the keys that the block table has room for, or of packed keys. They are laid out
+    anew: in pages as they lie, XLA would have 128 lanes for those of 16 tokens."""
+    if not call.has_token_scales:
+        return None
+    given = call.k_descale, call.v_descale
+    if (table := call.block_table) is None:
+        bound = (call.k.shape[0] + call.batch * (LANES - 1)) // LANES
+        counts = -(-lengths.key // LANES)
+        sequence, rank = count_up(counts, max(bound, 1))
+        sequence = jnp.minimum(sequence, call.batch - 1)
+        start = (jnp.cumsum(counts) - counts).astype(jnp.int32)
+        row = first_key[sequence, None] + rank[:, None] * LANES + jnp.arange(LANES)
+    else:
+        page_size = call.k.shape[-2] * call.keys_of_row
+        room = table.shape[1] * page_size
+        each = -(-room // LANES)
+        sequence = jnp.repeat(jnp.arange(call.batch), each)
+        start = jnp.arange(call.batch, dtype=jnp.int32) * each
+
+    def of_keys(descale: Array | None) -> Array:
+        """(pages of LANES keys, num_kv_heads, LANES)"""
+        shape = len(sequence), call.num_kv_heads, LANES
+        if descale is None:
+            return jnp.ones(shape, jnp.float32)
+        if not is_by_token(descale, call.batch):
+            heads = jnp.broadcast_to(descale, (call.batch, call.num_kv_heads))
+            return jnp.broadcast_to(heads[sequence, :, None], shape)
+        if table is None:
+            return descale[jnp.minimum(row, descale.shape[0] - 1)].swapaxes(1, 2)
+        pages = descale[jnp.clip(table, 0, descale.shape[0] - 1)].swapaxes(1, 2)
+        pages = pages.reshape(call.batch, call.num_kv_heads, room)
+        pages = jnp.pad(pages, ((0, 0), (0, 0), (0, each * LANES - room)))
+        return (
+            pages.reshape(call.batch, call.num_kv_heads, each, LANES).swapaxes(1, 2).reshape(shape)
+        )
+
+    both = jnp.stack([of_keys(x).astype(jnp.float32) for x in given], axis=1)
+    return TokenScales(both, start)
 
 
 def _attend_tokens(
@@ -163,7 +222,7 @@ def _attend_tokens(
             options.tile_q,
             unit=SUBLANES if fold == 1 else math.gcd(SUBLANES, options.group_size * options.tile_q),
         )
-        modifiers, words = _modifiers(call, heads, factors, fold), None
+        modifiers, words = _modifiers(call, heads, factors, options, fold), None
         if call.attn_bias is not None:
             bias = readable(call.attn_bias, options.tile_q, options.block_k)
             modifiers = modifiers._replace(bias=bias)
@@ -176,9 +235,14 @@ def _attend_tokens(
     return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]
 
 
-def _modifiers(call: Call, heads: Heads, factors: Factors, fold: int = 1) -> Modifiers:
+def _modifiers(
+    call: Call, heads: Heads, factors: Factors, options: Options, fold: int = 1
+) -> Modifiers:
     """All but the bias."""
-    slopes = call.alibi_slopes
+    slopes, scales = call.alibi_slopes, factors.token_scales
+    if scales is not None:  # what a block reads behind the last key
+        behind = (0, options.block_k // LANES), *((0, 0),) * 3
+        scales = scales._replace(pages=jnp.pad(scales.pages, behind))
     return Modifiers(
         sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
         slopes=None if slopes is None else heads.of_heads(slopes * LOG2_E, fold),
@@ -186,6 +250,7 @@ def _modifiers(call: Call, heads: Heads, factors: Factors, fold: int = 1) -> Mod
         out_factor=factors.out_factor,
         bias=None,
         rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
+        token_scales=scales,
     )
 
 
@@ -215,7 +280,7 @@ def _attend_cut(
     if options.fold > 1:
         queries = heads.folded(queries, options.fold)
 
-    modifiers = _modifiers(call, heads, factors, options.fold)
+    modifiers = _modifiers(call, heads, factors, options, options.fold)
     if call.attn_bias is not None:
         # it hides keys row by row: halves of a step would be masked, too
         options = dataclasses.replace(options, masked_step_k=options.step_k)

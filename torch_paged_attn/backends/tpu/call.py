@@ -14,7 +14,7 @@ from jax import Array
 
 from torch_paged_attn import backward_call
 from torch_paged_attn.argument import Argument
-from torch_paged_attn.attention_call import arguments, defaults, tensor_names
+from torch_paged_attn.attention_call import arguments, defaults, is_by_token, tensor_names
 from torch_paged_attn.backends.tpu.kernels.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
 
@@ -96,6 +96,12 @@ class Call(_Arguments):
         """Whether values are the first numbers of keys: `v` has no pages, but their width."""
         paged = self.block_table is not None and self.v is not None
         return paged and self.v.shape[0] == 0 < self.k.shape[0]
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether keys or values have a scale for each token and head."""
+        scales = self.k_descale, self.v_descale
+        return any(is_by_token(x, self.batch) for x in scales)
 
     @property
     def scale(self) -> float:

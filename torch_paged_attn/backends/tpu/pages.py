@@ -107,10 +107,11 @@ def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
 
 def fold_of(call: Call) -> int:
     """How many keys one row holds where the kernel reads this call's cache. It is 1 for calls with
-    a bias, dropout or a layout, which need scores with a column for each key, and where values have
-    another width than keys or are their first numbers.
+    a bias, dropout, a layout or scales by token, which need scores with a column for each key, and
+    where values have another width than keys or are their first numbers.
     """
     is_plain = call.op == "flash_varlen" and call.attn_bias is None and call.dropout_p == 0.0
+    is_plain = is_plain and not call.has_token_scales
     width_v = (call.k if call.v is None else call.v).shape[-1]
     if not is_plain or width_v != call.k.shape[-1] or call.values_are_keys:
         return 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import BACKEND, kernels
+from torch_paged_attn.backends.triton import BACKEND, kernels, unpacked
 from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
@@ -262,6 +262,8 @@ class AttentionOp:
             paths.announce(self._name, "triton", kernel, reason or "")
             because = f", because {reason}" if kernel == "portable" else ""
             logger.debug("%s: %s%s", self._name, SAID[kernel], because)
+        if kernel == "hopper" and not is_traced() and unpacked.unprofitable(call) is None:
+            return unpacked.plan_attention(call, longest)
         if kernel == "hopper":
             return flash_varlen_sm90.plan_attention(call, form=form)
         config, splits = (None, None) if way is None else (way.config, way.splits)

@@ -26,6 +26,7 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
     SLOPE,
     VALUE_SCALE,
     load_item,
+    load_token_scales,
 )
 from torch_paged_attn.backends.neuron.kernels.philox import drop
 from torch_paged_attn.backends.neuron.kernels.program import start_program
@@ -61,7 +62,7 @@ def begin_stack(stack, is_first):
     )
 
 
-def score_tile(level, head, transposed, stack, item, tensors, program):
+def score_tile(level, head, transposed, token_scales, stack, item, tensors, program):
     """Scores (P, tile_k) of one query tile and head, with ALiBi and bias; not masked yet."""
     options, columns = program.options, program.columns
     scores = nl.ndarray(program.key_of_column.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -69,7 +70,7 @@ def score_tile(level, head, transposed, stack, item, tensors, program):
     if options.has_scales:
         factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]
     q = stack.q[:, level, head]
-    compute_scores(scores, q, transposed, program.identity, factor, options.softcap)
+    compute_scores(scores, q, transposed, program.identity, factor, options.softcap, token_scales)
     if options.has_alibi:
         place = columns.position + level
         slope = stack.scalars[:, level, head, SLOPE : SLOPE + 1]
@@ -93,7 +94,7 @@ def turn_keys(head, dtype, item, program):
     return transpose_keys(keys, at, options.share, program.identity)
 
 
-def attend_head(head, transposed, stack, item, tensors, program):
+def attend_head(number, head, transposed, stack, item, tensors, program):
     """Fold an item's keys, transposed, and values of one head into the state of each tile."""
     options, columns = program.options, program.columns
     values, at = item.v, head
@@ -101,9 +102,13 @@ def attend_head(head, transposed, stack, item, tensors, program):
         values = dequantize_head(values, head, stack.q.dtype, options.kv_dtype)
         at = 0
     clear_unseen(values, at, item.unseen)
+    of_keys, of_values = None, None
+    if options.has_token_scales:
+        of_keys = load_token_scales(0, head, number, tensors, program)
+        of_values = load_token_scales(1, head, number, tensors, program)
     by_dma = transposes_by_dma(stack.q.dtype, options)
     for level in range(options.depth):
-        scores = score_tile(level, head, transposed, stack, item, tensors, program)
+        scores = score_tile(level, head, transposed, of_keys, stack, item, tensors, program)
         row_max = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         start, stop = columns.start + level, columns.stop + level
         mask_and_reduce(scores, row_max, program.key_of_column, item.bound, start, stop)
@@ -111,7 +116,12 @@ def attend_head(head, transposed, stack, item, tensors, program):
         acc_scale = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         cell = level * program.heads + head
         m_i, l_i = stack.maxima[:, cell : cell + 1], stack.sums[:, cell : cell + 1]
-        update_softmax(in_order, m_i, l_i, acc_scale, scores, row_max)
+        if options.has_token_scales:
+            # rounded once, after the product
+            update_softmax(scores, m_i, l_i, acc_scale, scores, row_max)
+            nisa.tensor_tensor(dst=in_order, data1=scores, data2=of_values, op=nl.multiply)
+        else:
+            update_softmax(in_order, m_i, l_i, acc_scale, scores, row_max)
         if options.has_dropout:
             first_of_group = (program.first_head + head) * options.group_size
             row = columns.token + level, columns.head + level
@@ -186,7 +196,8 @@ def attend_item(number, stack, tensors, program):
     for first in range(0, program.heads, share):
         transposed = turn_keys(first, stack.q.dtype, item, program)
         for head in range(first, first + share):
-            attend_head(head, transposed[:, :, head - first], stack, item, tensors, program)
+            of_head = transposed[:, :, head - first]
+            attend_head(number, head, of_head, stack, item, tensors, program)
     for level in range(program.options.depth):
         store_results(level, stack, item.index, tensors, program)
 
@@ -209,7 +220,20 @@ def new_stack(dtype, program):
 
 
 def attention_kernel(
-    out, lse, q, k, v, indices, bounds, positions, count, words, row_scalars, bias, options
+    out,
+    lse,
+    q,
+    k,
+    v,
+    indices,
+    bounds,
+    positions,
+    count,
+    words,
+    row_scalars,
+    bias,
+    token_scales,
+    options,
 ):
     """Write the attention of the listed rows to out (num_rows, num_kv_heads * head_dim_v) and lse.
 
@@ -221,14 +245,27 @@ def attention_kernel(
     positions (num_items, tile_k) int32, of the columns. count (1, 1) int32: how many of its items
     each program runs, the same number for both, since NKI leaves it undefined when cores do that
     loop differently. words (1, NUM_WORDS) int32: Philox's keys, offset, threshold. row_scalars
-    (num_rows, num_kv_heads * NUM_SCALARS) float32. bias (rows, tile_k) float32.
+    (num_rows, num_kv_heads * NUM_SCALARS) float32. bias (rows, tile_k) float32. token_scales
+    (num_items, 2 * num_kv_heads * tile_k) float32: of keys, then of values.
 
     A row that sees no key has an lse of FLOOR.
     """
     columns, tile_k = table_columns(options, 0), options.chunks * options.run * P
     program = start_program(q.dtype, indices.shape[0], words, options, columns, tile_k)
     stack = new_stack(q.dtype, program)
-    tensors = Tensors(out, lse, q, k, v, indices, bounds, positions, row_scalars, bias)
+    tensors = Tensors(
+        out=out,
+        lse=lse,
+        q=q,
+        k=k,
+        v=v,
+        indices=indices,
+        bounds=bounds,
+        positions=positions,
+        row_scalars=row_scalars,
+        bias=bias,
+        token_scales=token_scales,
+    )
 
     def body(number):
         attend_item(number, stack, tensors, program)

@@ -42,6 +42,7 @@ class Options(nl.NKIObject):
     has_sinks: bool
     has_alibi: bool
     has_scales: bool
+    has_token_scales: bool
     has_bias: bool
     has_dropout: bool
     is_dynamic: bool  # a loop on the chip, else unrolled
@@ -116,6 +117,7 @@ class Tensors(nl.NKIObject):
     positions: Any
     row_scalars: Any
     bias: Any
+    token_scales: Any
 
 
 @dataclass

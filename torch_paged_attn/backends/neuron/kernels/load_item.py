@@ -42,6 +42,27 @@ def load_positions(positions, item, program):
     return tile
 
 
+def load_token_scales(kind, head, item, tensors, program):
+    """Scales by token of one head's keys (kind 0) or values (1), (P, tile_k) float32."""
+    heads, tile_k = program.options.num_kv_heads, tensors.positions.shape[1]
+    columns = 2 * heads * tile_k
+    offset = (kind * heads + program.first_head + head) * tile_k
+    tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    pattern = [[0, P], [1, tile_k]]
+    if program.options.is_dynamic:
+        row = tensors.token_scales.ap(
+            pattern=pattern,
+            offset=program.first_item * columns + offset,
+            scalar_offset=item,
+            indirect_dim=0,
+        )
+    else:
+        first = (program.first_item + item) * columns
+        row = tensors.token_scales.ap(pattern=pattern, offset=first + offset)
+    nisa.dma_copy(dst=tile, src=row)
+    return tile
+
+
 def load_queries(stack, index, tensors, program):
     """Load the queries of a stack that begins, and the numbers its rows have to themselves."""
     options, heads, first = program.options, program.heads, program.first_head

@@ -96,8 +96,11 @@ def transpose_keys(keys, head, share, identity):
     return transposed
 
 
-def compute_scores(scores, q, keys, identity, scale, softcap):
-    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys transposed, scale divided by softcap."""
+def compute_scores(scores, q, keys, identity, scale, softcap, token_scales):
+    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys transposed, scale divided by softcap.
+
+    `token_scales` (P, tile_k), or None, multiply the columns first.
+    """
     dim, steps, tile_k = q.shape[1], keys.shape[1], keys.shape[2]
     q_turned = nl.ndarray((P, steps, P), dtype=q.dtype, buffer=nl.sbuf)
     for step in range(steps):
@@ -116,6 +119,12 @@ def compute_scores(scores, q, keys, identity, scale, softcap):
                 moving=keys[0:rows, step, first:last],
                 accumulate=step > 0,
             )
+        if token_scales is not None:
+            scaled = nl.ndarray(product.shape, dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(
+                dst=scaled, data1=product, data2=token_scales[:, first:last], op=nl.multiply
+            )
+            product = scaled
         scale_scores(scores[:, first:last], product, scale, softcap)
 
 

@@ -61,7 +61,8 @@ class Refs:
     # scratch
     bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
     bias_rows: Any = None  # (1 or num_heads, tile_q, block_k), of one token (1, heads, block_k)
-    semaphores: Any  # (n, num_buffers): of keys, of values, of biases; or of what `dkdv` has
+    # (n, num_buffers): of keys, of values, of biases, of scales; or of what `dkdv` has
+    semaphores: Any
     cursor: Any  # where the loader stands between two tiles
 
     @classmethod
@@ -101,6 +102,10 @@ class ForwardRefs(KvRefs):
 
     score_scale: Any = None  # (batch * num_kv_heads,)
     out_factor: Any = None  # (batch * num_kv_heads,)
+    # scales by token: those of keys, then those of values (`kv_pipeline.py`)
+    scale_start: Any = None  # (batch,) where each sequence's begin
+    token_scales: Any = None  # (pages of LANES keys, 2, num_kv_heads, LANES), in HBM
+    scale_buffers: Any = None  # (num_buffers, block_k // LANES, 2, num_kv_heads, LANES)
     sinks: Any = None  # (1, num_kv_heads, rows, 1)
     # state of `softmax.py`: maxima and sums (num_kv_heads, rows, LANES), sums of values
     m_i: Any

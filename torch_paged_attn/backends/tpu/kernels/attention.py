@@ -182,10 +182,23 @@ class TileAttention:
             heads = (head * options.stack + i for i in range(options.stack))
             return [loader.piece_of(buffers, slot, place, width, i) for i in heads]
 
+        def token_scales(head: Any) -> tuple[Array, Array]:
+            """Of the keys and of the values of a head, or of a stack."""
+            first_head = loader.first_kv_head(self.tile) + head * options.stack
+            stacked = range(options.stack)
+            scales = [loader.scales_of(slot, first_head + i, place, width) for i in stacked]
+            if options.stack == 1:
+                return scales[0]
+            spread = [[jnp.broadcast_to(x, (rows, width)) for x in of] for of in scales]
+            k, v = (self.of_own_head(of) for of in zip(*spread, strict=True))
+            return k, v
+
         def score(head: Any, keys: list[Array], bias: Array | None) -> Array:
             scale: Any = options.softmax_scale
             if refs.score_scale is not None:
                 scale = across(self.factor(refs.score_scale, head) * scale, columns)
+            if refs.token_scales is not None:
+                scale = token_scales(head)[0] * scale
             products = self.of_own_head([product(refs.q[0, head], k, 1) for k in keys])
             return piece.of(head, products, scale, bias)[0]
 
@@ -228,6 +241,10 @@ class TileAttention:
             def weigh(i: int, p: Array) -> Array:
                 if options.dropout_p > 0.0:
                     p = kept(p, piece.keep(first_head + heads[i]))
+                if refs.token_scales is not None:
+                    p = p * token_scales(heads[i])[1]
+                    # the scale of what is not seen may be anything
+                    p = jnp.where(masks[i], p, 0.0) if masked else p
                 return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
 
             self.softmax.fold(heads, scores, weigh)

@@ -9,6 +9,8 @@ A bias is read where it lies: `(1 or num_heads, total_q, keys)`, a DMA for a til
 Copies begin at whole tiles of memory, and a sequence's tokens anywhere: what is copied begins up to
 a tile before them. What is computed on is in float32 and in base 2, once for each block; a bias of
 one head is then read by all of them.
+
+Scales by token come in pages of LANES keys, so that a DMA has those of a block and all heads.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.dtypes import rows_of_tile, widen
+from torch_paged_attn.backends.tpu.dtypes import LANES, rows_of_tile, widen
 from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
@@ -238,6 +240,10 @@ class KvLoader(Ring):
         """Keys of a block."""
         return self.pages * self.page_size
 
+    @property
+    def _has_scales(self) -> bool:
+        return isinstance(self.refs, ForwardRefs) and self.refs.token_scales is not None
+
     def turns(self, tile: Array) -> Array:
         """How many blocks the tile visits."""
         if self.refs.visits is not None:
@@ -289,6 +295,27 @@ class KvLoader(Ring):
         head = head if self.refs.bias_buffers.shape[1] > 1 else 0
         return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
 
+    def scales_of(self, slot: Array, head: Any, place: Array, width: int) -> tuple[Array, Array]:
+        """Scales by token of one KV head's keys and values, (1, width) each: piece `place` of the
+        block in this buffer."""
+        count = width // LANES
+
+        def of(kind: int) -> Array:
+            pages = (place * count + i for i in range(count))
+            rows = [self.refs.scale_buffers[slot, n, kind, pl.ds(head, 1), :] for n in pages]
+            return jnp.concatenate(rows, axis=1)
+
+        return of(0), of(1)
+
+    def _scale_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        count = self.block_k // LANES
+        first = self.refs.scale_start[self.refs.tiles.sequence[tile]] + block * count
+        return pltpu.make_async_copy(
+            self.refs.token_scales.at[pl.ds(first, count)],
+            self.refs.scale_buffers.at[slot],
+            self.refs.semaphores.at[3, slot],
+        )
+
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
         if isinstance(self.refs, ForwardRefs) and self.refs.bias_rows is not None:
             return TokenBias(self.refs, self.options, tile).copy(block, slot)
@@ -327,6 +354,8 @@ class KvLoader(Ring):
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).start()
+        if self._has_scales:
+            self._scale_copy(tile, block, slot).start()
         entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
         together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
 
@@ -351,6 +380,8 @@ class KvLoader(Ring):
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).wait()
+        if self._has_scales:
+            self._scale_copy(tile, block, slot).wait()
         # the plain interpreter knows no size that is not a number
         if self.options.interpret is not True:
             # one wait for as many bytes as all the pages have

@@ -68,6 +68,14 @@ IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
 IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
+class TokenScales(NamedTuple):
+    """Scales by token in pages of LANES keys, those of a sequence one after the other, with a block
+    behind the last."""
+
+    pages: Array  # (n, 2, num_kv_heads, LANES): of keys, then of values
+    start: Array  # (batch,) int32: a sequence's first page
+
+
 class Modifiers(NamedTuple):
     """Operands that change scores or results, None where the call does not have them.
 
@@ -80,6 +88,7 @@ class Modifiers(NamedTuple):
     slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     score_scale: Array | None  # (batch * num_kv_heads,)
     out_factor: Array | None  # (batch * num_kv_heads,)
+    token_scales: TokenScales | None
     rng: Array | None  # three int32: the seed's low and high word, the offset
 
 
@@ -177,16 +186,35 @@ def _keys(pages: Pages) -> dict[str, tuple[Array, pl.BlockSpec]]:
     return {"k_hbm": (pages.k, IN_HBM), **values}
 
 
-def _buffers_and_state(pages: Pages, options: Options, heads: int, rows: int) -> dict[str, Any]:
-    """Buffers of blocks of keys, and the state of the softmax of `heads` heads of `rows` rows."""
+def _scales(
+    modifiers: Modifiers, scalars: dict[str, Array], inputs: dict[str, Any]
+) -> dict[str, Any]:
+    """Add the scales by token to a kernel's tables and inputs; returns the other modifiers."""
+    others = modifiers._asdict()
+    if (scales := others.pop("token_scales")) is not None:
+        scalars["scale_start"] = scales.start
+        inputs["token_scales"] = scales.pages, IN_HBM
+    return others
+
+
+def _buffers_and_state(
+    pages: Pages, options: Options, heads: int, rows: int, scales: TokenScales | None
+) -> dict[str, Any]:
+    """Buffers of blocks of keys and of their scales, and the state of the softmax of `heads` heads
+    of `rows` rows."""
     num_buffers, (width_k, width_v) = options.config.num_buffers, pages.widths
     block_pages = options.block_k // pages.page_size
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    of_scales = {}
+    if scales is not None:
+        shape = (num_buffers, options.block_k // LANES, *scales.pages.shape[1:])
+        of_scales = {"scale_buffers": pltpu.VMEM(shape, jnp.float32)}
     return {
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
         **({} if pages.shared else of_values),
-        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
+        **of_scales,
+        "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
@@ -214,7 +242,7 @@ def attend_tiles(
 
     scalars: dict[str, Array] = {**tiles._asdict(), **_tables(pages, options)}
     inputs = {"q": (q, of_tile(q.shape, config.num_cores)), **_keys(pages)}
-    for name, x in modifiers._asdict().items():
+    for name, x in _scales(modifiers, scalars, inputs).items():
         if x is not None:
             spec = IN_HBM if name == "bias" else IN_SMEM
             if name in ("sinks", "slopes"):
@@ -225,7 +253,7 @@ def attend_tiles(
         words = layout.words.reshape(num_tiles, 1, -1)
         inputs["layout"] = words, of_tile(words.shape, config.num_cores, memory_space=pltpu.SMEM)
 
-    scratch = _buffers_and_state(pages, options, heads, rows)
+    scratch = _buffers_and_state(pages, options, heads, rows, modifiers.token_scales)
     if bias is not None:
         shape = (config.num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
@@ -289,7 +317,7 @@ def attend_tokens(
         if of_heads > 1:
             scalars["layout_union"] = union_of_heads(words).reshape(-1)
     inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM), **_keys(pages)}
-    for name, x in modifiers._asdict().items():
+    for name, x in _scales(modifiers, scalars, inputs).items():
         if x is not None:
             spec = IN_HBM if name == "bias" else IN_SMEM
             if name in ("sinks", "slopes"):
@@ -320,7 +348,7 @@ def attend_tokens(
         "lse_m": pltpu.VMEM(statistics, jnp.float32),
         "lse_l": pltpu.VMEM(statistics, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
-        **_buffers_and_state(pages, options, heads, whole_rows),
+        **_buffers_and_state(pages, options, heads, whole_rows, modifiers.token_scales),
     }
     if words is not None:
         scratch |= {

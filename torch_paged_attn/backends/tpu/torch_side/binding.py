@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.tpu import BACKEND
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
 from torch_paged_attn.backends.tpu.cache_write import (
@@ -107,7 +108,7 @@ def _attend(
     run: Run | None, op: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """`args` and `options` are what the dispatcher calls `op` with."""
-    refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", OPTIONAL)
+    refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", BACKEND.lacks)
     call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
     if call.block_table is not None:
         call = _reading_memory(call)
@@ -169,7 +170,7 @@ def blocksparse(*args: Any, run: Run | None = None, **options: Any) -> tuple[Ten
 def selected_attention(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """As in the op, of units that are pages."""
     call = AttentionCall.selected_attention(*args, **options)
-    refuse_lacking(call, "tpu", OPTIONAL)
+    refuse_lacking(call, "tpu", BACKEND.lacks)
     return attend_pages(call, "tpu", lambda pages: flash_varlen(run=run, **pages.given()))
 
 

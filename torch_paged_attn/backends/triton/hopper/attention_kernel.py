@@ -29,7 +29,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
 from torch_paged_attn.backends.triton.hopper.split_keys import consume_split, new_halves
 from torch_paged_attn.backends.triton.hopper.stretches import new_left
 from torch_paged_attn.backends.triton.hopper.tma import boxes, shape_of_tiles
-from torch_paged_attn.backends.triton.hopper.token_scales import new_scales
+from torch_paged_attn.backends.triton.hopper.token_scales import new_scales, produce_scales
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 # consumers come first, then this many producers
@@ -68,7 +68,9 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
-        if HAS_PARTS:
+        if OPTIONS.BY_TOKEN and not OPTIONS.CONVERTS_K:
+            produce_scales(params, pipelines, OPTIONS)
+        elif HAS_PARTS:
             produce_kv(params, pipelines, loader_of_keys(params, pipelines, OPTIONS, 1), OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
         values = loader_of_values(params, pipelines, OPTIONS, PRODUCER - 2)
@@ -106,7 +108,9 @@ def _hopper_attention_fwd_kernel(
     of_values: gl.constexpr = 1 if CONVERTS_V else ROW_GROUPS
     k_dtype: gl.constexpr = k_desc.dtype
     v_dtype: gl.constexpr = v_desc.dtype
-    keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, KV_PARTS)
+    HAS_PRODUCER: gl.constexpr = OPTIONS.BY_TOKEN and not CONVERTS_V
+    producers: gl.constexpr = KV_PARTS + 1 if HAS_PRODUCER else KV_PARTS
+    keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, producers)
     values = new_pipeline(v_dtype, v_shape, v_layout, KV_STAGES, of_values, KV_PARTS)
     found = None
     if OPTIONS.GATHERS:
@@ -125,11 +129,14 @@ def _hopper_attention_fwd_kernel(
         values = new_tiles(of_products, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
         scales = None
         if OPTIONS.BY_TOKEN:
-            scales = new_scales(OPTIONS.BLOCK_N)
+            scales = new_scales(OPTIONS)
         pipelines = Pipelines(
             queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found,
             scales=scales,
         )  # fmt: skip
+    if HAS_PRODUCER:
+        p = pipelines
+        pipelines = Pipelines(p.q, p.k, p.v, p.work_info, scales=new_scales(OPTIONS))
     if OPTIONS.STRETCH > 0:
         p = pipelines
         left = new_left(CONSUMERS, OPTIONS.BLOCK_M)

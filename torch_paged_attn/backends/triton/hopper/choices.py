@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     SMALL,
@@ -130,6 +130,8 @@ def unsupported_tiles(call: AttentionCall, form: Form) -> str | None:
     name, width = form.tiles, width_of(call.head_dim)
     if width not in FORWARD.get(_for_operands(call, name), {}):
         return f"there are none for heads of {width} of these types"
+    if name == "divided" and is_by_token(call.k_descale, call.batch):
+        return "consumers that share rows apply no scales by token"
     if name == "low small" and call.window_size_left not in SMALL:
         return "no window hides keys"
     if name == "small" and gathers(call):

@@ -157,19 +157,19 @@ def convert_tiles(params, pipelines, OPTIONS: gl.constexpr):
         if OPTIONS.BY_TOKEN:
             keys, start = key_range_of(params, work_info, tile, OPTIONS)
             start -= BLOCK_N
-            loaded = load_scales(start, keys, params, OPTIONS)
+            loaded = load_scales(start, keys, params, OPTIONS, 4)
         if OPTIONS.CONVERTS_K:
             _convert(n, pipelines.stored_k, pipelines.k, 0, scales, loaded)
         if OPTIONS.BY_TOKEN:
             start -= BLOCK_N
-            loaded = load_scales(start, keys, params, OPTIONS)
+            loaded = load_scales(start, keys, params, OPTIONS, 4)
         for i in range(1, num_kv_tiles + 1):
             if OPTIONS.CONVERTS_K and i < num_kv_tiles:
                 _convert(n + 1, pipelines.stored_k, pipelines.k, 0, scales, loaded)
             if OPTIONS.BY_TOKEN:
                 # on their way while values are converted
                 start -= BLOCK_N
-                loaded = load_scales(start, keys, params, OPTIONS)
+                loaded = load_scales(start, keys, params, OPTIONS, 4)
             if HAS_LEFT:
                 first += BLOCK_N
             _convert(n, stored_v, values, first, None, 0)

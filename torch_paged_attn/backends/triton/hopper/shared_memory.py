@@ -18,10 +18,16 @@ OF_COPIES = 104
 
 # stages of tiles that were converted to 16 bits
 CONVERTED_STAGES = 2
-# tiles whose scales by token are kept, of keys and of values
-SCALES_STAGES = 4
 # producers that copy rows, each of which has room for the places of a tile's
 COPYING = 4
+
+
+def stages_of_scales(options: Options) -> int:
+    """Tiles whose scales by token are kept. A consumer gives a tile of keys back before it has read
+    the scales of its values: so there is room for more tiles than stages of keys; a power of two.
+    """
+    stages = CONVERTED_STAGES if options.CONVERTS_K else options.KV_STAGES
+    return 4 if stages < 4 else 8
 
 
 def bytes_of(options: Options, q_itemsize: int, kv_itemsize: float) -> int:
@@ -41,7 +47,7 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: float) -> int:
         found += CONVERTED_STAGES * (options.BLOCK_N * options.WIDTH_V * 2 + OF_KV_STAGE)
         found += rows * options.WIDTH_V * 2
     if options.BY_TOKEN:
-        found += SCALES_STAGES * 2 * options.BLOCK_N * 4
+        found += stages_of_scales(options) * 2 * options.BLOCK_N * 4
     if options.STRETCH:
         found += rows * 8
     if options.ROW_GROUPS < options.CONSUMERS:

@@ -99,7 +99,7 @@ def unsupported_model(call: AttentionCall) -> str | None:
     dims = call.head_dim, call.head_dim_v
     if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
         return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED if converts(call) else (*NOT_CARRIED, *DESCALES):
+    for name in NOT_CARRIED if converts(call) else (*NOT_CARRIED, *_not_beside_16_bits(call)):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
@@ -156,15 +156,22 @@ def _unsupported_types(call: AttentionCall) -> str | None:
     is_result = call.result_dtype in (IN_16_BITS if is_float8(call) else results)
     if not is_result:
         return f"q is {q.dtype} and out_dtype {call.result_dtype}"
-    if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
-        return f"k is {k.dtype}, with alibi_slopes or a layout"
     is_by = [is_by_token(x, call.batch) for x in (call.k_descale, call.v_descale)]
+    has_scales = converts(call) or any(is_by)
+    if has_scales and (call.alibi_slopes is not None or call.layout is not None):
+        return f"k is {k.dtype} with scales, beside alibi_slopes or a layout"
     if is_int4(k) and not all(is_by):
         return "k is int4, and its scales are not by token"
     if any(is_by) and not (all(is_by) and q.dtype == torch.bfloat16):
         # weights times scales need bfloat16's range
         return f"q is {q.dtype}, and scales by token are of keys {is_by[0]}, of values {is_by[1]}"
     return None
+
+
+def _not_beside_16_bits(call: AttentionCall) -> tuple[str, ...]:
+    """Descales that the kernel does not apply where no keys are converted."""
+    is_by = is_by_token(call.k_descale, call.batch) and has_rows(call)
+    return ("q_descale",) if is_by and not call.is_batch_invariant else DESCALES
 
 
 def bytes_of_number(call: AttentionCall) -> float:

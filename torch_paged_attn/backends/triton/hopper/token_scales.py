@@ -2,23 +2,27 @@
 columns of probabilities.
 
 The converter loads the scales of a tile of keys and of its values, ahead of the tile, and leaves
-both beside the keys: consumers need those of the values before the values themselves.
+both beside the keys: consumers need those of the values before the values themselves. Where nothing
+is converted, a producer does, which is one more of the keys' pipeline.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# tiles whose scales are kept. A consumer gives a tile of keys back before it has read the scales of
-# the values: with two stages of keys, the converter is at most two tiles ahead of these
-SCALE_STAGES = gl.constexpr(4)
+from torch_paged_attn.backends.triton.hopper.producer import key_range_of
+from torch_paged_attn.backends.triton.hopper.shared_memory import stages_of_scales
+from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES
+
+stages_of = gluon.constexpr_function(stages_of_scales)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def new_scales(BLOCK_N: gl.constexpr):
+def new_scales(OPTIONS: gl.constexpr):
     """Room for the scales of some tiles, a row for keys and one for values."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape: gl.constexpr = [2 * SCALE_STAGES, BLOCK_N]
+    shape: gl.constexpr = [2 * stages_of(OPTIONS), OPTIONS.BLOCK_N]
     return gl.allocate_shared_memory(gl.float32, shape, layout)
 
 
@@ -32,10 +36,11 @@ def _places(j, page_size, seen, keys, params):
 
 
 @gluon.jit
-def load_scales(start, keys, params, OPTIONS: gl.constexpr):
-    """The scales of keys from number `start` on, and of their values; 0 where no query sees one."""
+def load_scales(start, keys, params, OPTIONS: gl.constexpr, WARPS: gl.constexpr):
+    """The scales of keys from number `start` on, and of their values; 0 where no query sees one.
+    WARPS: of the partition that loads them."""
     PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     pointers, scalars = params.pointers, params.scalars
     j = start + gl.arange(0, OPTIONS.BLOCK_N, layout)
     seen = (j >= keys.first_key) & (j < keys.key_len)
@@ -60,12 +65,37 @@ def load_scales(start, keys, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def keep_scales(n, loaded, scales):
     """Leave the scales that belong to fill n of the keys."""
-    scales.index(n % SCALE_STAGES * 2 + OF_KEYS).store(loaded[0])
-    scales.index(n % SCALE_STAGES * 2 + OF_VALUES).store(loaded[1])
+    STAGES: gl.constexpr = scales.shape[0] // 2
+    scales.index(n % STAGES * 2 + OF_KEYS).store(loaded[0])
+    scales.index(n % STAGES * 2 + OF_VALUES).store(loaded[1])
 
 
 @gluon.jit
 def scale_columns(x, n, scales, KIND: gl.constexpr):
     """x, (rows, keys), times the scales of fill n of the keys."""
-    row = scales.index(n % SCALE_STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
+    STAGES: gl.constexpr = scales.shape[0] // 2
+    row = scales.index(n % STAGES * 2 + KIND).load(gl.SliceLayout(0, x.type.layout))
     return x * gl.expand_dims(row, 0)
+
+
+@gluon.jit
+def produce_scales(params, pipelines, OPTIONS: gl.constexpr):
+    """Leave the scales of every tile of keys that is published, beside keys that are not
+    converted."""
+    work_info, keys_pipeline = pipelines.work_info, pipelines.k
+    n = 0
+    tile = 0
+    work_info.wait(0)
+    num_kv_tiles = work_info.get(0, NUM_KV_TILES)
+    while num_kv_tiles > 0:
+        keys, start = key_range_of(params, work_info, tile, OPTIONS)
+        for _ in range(num_kv_tiles):
+            start -= OPTIONS.BLOCK_N
+            loaded = load_scales(start, keys, params, OPTIONS, 1)
+            keys_pipeline.producer_acquire(n)
+            keep_scales(n, loaded, pipelines.scales)
+            mbarrier.arrive(keys_pipeline.full_barrier(n), count=1)
+            n += 1
+        tile += 1
+        work_info.wait(tile)
+        num_kv_tiles = work_info.get(tile, NUM_KV_TILES)
