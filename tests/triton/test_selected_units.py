@@ -44,6 +44,10 @@ PROBLEMS = {
                 selected=Selected(2, 128, "kv", own=True)),
         Problem("slots", ((9, 247), (30, 226)), 16, 2, 64, dtype=bf16, page_size=128, causal=False,
                 selected=Selected(3, 64, "kv", slots=True)),
+        Problem("moba", CHUNK, 3, 3, 128, dtype=bf16, page_size=256,
+                selected=Selected(3, 256, "kv", own=True)),
+        Problem("two_heads", CHUNK, 4, 2, 64, 128, dtype=f16, sinks=True, page_size=64,
+                selected=Selected(3, 256, "kv", counted=True, past=True)),
         Problem("nothing", ((5, 100), (20, 20)), 16, 1, 64, dtype=bf16, page_size=64,
                 selected=Selected(3, 64, "kv", holes=1.0)),
     )
