@@ -14,9 +14,10 @@ from torch_paged_attn.ops.selected_checks import sequence_of
 
 class InverseLists(NamedTuple):
     """For each group: entry i of `bounds` `(G, ids + 1)` is where the entries of unit number i
-    begin; `tokens` and `units` `(G, entries)` are the entries' query rows and units. Of each query
-    row, `first_rows` is the row of k where its sequence's keys begin, and `positions` and `lengths`
-    are its position and its Lk.
+    begin; `tokens` and `units` `(G, entries)` are the entries' query rows and units, and `places`
+    their places among the entries of all lists of the group. Of each query row, `first_rows` is the
+    row of k where its sequence's keys begin, and `positions` and `lengths` are its position and its
+    Lk.
     """
 
     bounds: Tensor
@@ -25,6 +26,7 @@ class InverseLists(NamedTuple):
     first_rows: Tensor
     positions: Tensor
     lengths: Tensor
+    places: Tensor
     select_size: int
 
     @classmethod
@@ -64,5 +66,6 @@ class InverseLists(NamedTuple):
             first_rows,
             positions,
             lengths,
+            order,
             size,
         )

@@ -153,7 +153,7 @@ def _add_values(n, values, weights, stored, OPTIONS: gl.constexpr, BLOCK: gl.con
         of_odd = warpgroup_mma(odd, p, values[2 * i + 1], is_async=True)
         if i > 0:
             warpgroup_mma_wait(2, deps=operands)
-        found = found + (of_even, of_odd)  # noqa: RUF005
+        found = found + (of_even, of_odd)  # type: ignore[assignment]  # noqa: RUF005
         operands = (even, odd)
     done = warpgroup_mma_wait(0, deps=found + operands)
     return done[: 2 * GROUPS]
@@ -182,7 +182,7 @@ def _fold_block(
     gain = gl.expand_dims(shrink * (new_unit / unit), 0)
     scaled = ()
     for i in gl.static_range(2 * GROUPS):
-        scaled = scaled + (values[i] * gain,)  # noqa: RUF005
+        scaled = scaled + (values[i] * gain,)  # type: ignore[assignment]  # noqa: RUF005
     values = _add_values(n, scaled, weights, pipelines.stored, OPTIONS, BLOCK)
     return m_i, l_i, new_unit, values
 
@@ -217,7 +217,8 @@ def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
         found = ()
         for i in gl.static_range(GROUPS):
             x = gl.permute(gl.join(values[2 * i], values[2 * i + 1]), (0, 2, 1))
-            found = found + (gl.reshape(x, [2 * PAIRS, HEADS]) * (1.0 / unit),)  # noqa: RUF005
+            x = gl.reshape(x, [2 * PAIRS, HEADS]) * (1.0 / unit)
+            found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
         finish_few(tile, m_i, l_i, found, params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
-from torch_paged_attn.backends.triton.hopper.tma import load_rows, shape_of_tiles
+from torch_paged_attn.backends.triton.hopper.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.unit_arguments import UnitParams, UnitSizes
 from torch_paged_attn.backends.triton.unit_items import (
     BATCH,
@@ -311,10 +311,12 @@ def _hopper_attention_units_kernel(
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
     rows: gl.constexpr = OPTIONS.BLOCK_N
-    BLOCK_M: gl.constexpr = OPTIONS.TOKENS * OPTIONS.GROUP_SIZE
-    q_shape: gl.constexpr = shape_of_tiles(
-        OPTIONS.Q_STAGES, q_desc.block_shape, BLOCK_M if OPTIONS.IS_COPIED else OPTIONS.TOKENS
-    )
+    TOKENS: gl.constexpr = OPTIONS.TOKENS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    of_token: gl.constexpr = [1, 1, TOKENS, GROUP_SIZE, OPTIONS.WIDTH]
+    of_rows: gl.constexpr = [1, 1, TOKENS * GROUP_SIZE, 1, OPTIONS.WIDTH]
+    box: gl.constexpr = of_rows if OPTIONS.IS_COPIED else of_token
+    q_shape: gl.constexpr = boxes(OPTIONS.Q_STAGES, box)
     k_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, k_desc.block_shape, rows)
     v_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, v_desc.block_shape, rows)
     queries = new_pipeline(dtype, q_shape, q_layout, OPTIONS.Q_STAGES, 1, OPTIONS.PRODUCERS)
