@@ -56,9 +56,13 @@ class InverseLists(NamedTuple):
         ids = call.k.shape[0] // size + (0 if size == 1 else call.batch + 1)
         counts &= (number >= 0) & (number < ids)
         # entries that do not count come last
-        number = number.where(counts, ids).transpose(0, 1).flatten(1)
+        number = number.where(counts, ids).transpose(0, 1).flatten(1).int()
         ordered, order = torch.sort(number, dim=-1, stable=True)
-        searched = torch.arange(ids + 1, device=device).expand(units.shape[1], -1).contiguous()
+        searched = (
+            torch.arange(ids + 1, device=device, dtype=torch.int32)
+            .expand(units.shape[1], -1)
+            .contiguous()
+        )
         return cls(
             torch.searchsorted(ordered, searched),
             order // max(units.shape[2], 1),

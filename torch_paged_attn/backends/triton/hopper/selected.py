@@ -62,7 +62,7 @@ class ScaledForm(NamedTuple):
 
 # by heads of a tile
 SCALED_FORMS = {
-    FEWEST_HEADS: ScaledForm(7, 8, 1, 1, REGISTERS),
+    FEWEST_HEADS: ScaledForm(8, 0, 0, 2, 200),
     FEW_HEADS: ScaledForm(5, 8, 1, 1, REGISTERS),
 }
 

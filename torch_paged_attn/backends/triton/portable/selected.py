@@ -91,11 +91,11 @@ def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
 
 
 def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
-    """The tiles of a backward that leaves parts of gradients."""
+    """The tiles of a backward that leaves parts of gradients: products that other kernels share."""
     config = backward_config_of(call, target)
-    if max(call.head_dim, call.head_dim_v) > WIDE or config.BLOCK_M == config.BLOCK_N == 16:
-        return config
-    if target.arch == "sm90":
+    if target.is_hip or max(call.head_dim, call.head_dim_v) > WIDE:
+        return dataclasses.replace(config, num_warps=8)
+    if target.arch == "sm90" and config.BLOCK_N > 16:
         return dataclasses.replace(config, BLOCK_N=64, num_warps=8)
     return config
 
