@@ -65,7 +65,14 @@ class TwoCaches:
         if (peer := self.flash_mla(peers.get("FlashMLA"), q, kv, both, sinks)) is not None:
             calls["FlashMLA"] = peer
         found = timed(calls, torch.stack(rows), lambda found: found[0][list(tokens)])
-        parts = take_turns({"window": first, "selected": selected})
+        listed = both[..., : self.window].contiguous()
+
+        def window_by_list() -> tuple[torch.Tensor, torch.Tensor]:
+            return self.by_one_list(q, kv, listed, sinks)
+
+        parts = take_turns(
+            {"window": first, "window by list": window_by_list, "selected": selected}
+        )
         return found | {f"{name}, ms": ms for name, ms in parts.items()}
 
     def window_call(

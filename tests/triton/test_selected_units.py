@@ -44,6 +44,10 @@ PROBLEMS = {
                 selected=Selected(2, 128, "kv", own=True)),
         Problem("slots", ((9, 247), (30, 226)), 16, 2, 64, dtype=bf16, page_size=128, causal=False,
                 selected=Selected(3, 64, "kv", slots=True)),
+        Problem("moba", CHUNK, 3, 3, 128, dtype=bf16, page_size=256,
+                selected=Selected(3, 256, "kv", own=True)),
+        Problem("two_heads", CHUNK, 4, 2, 64, 128, dtype=f16, sinks=True, page_size=64,
+                selected=Selected(3, 256, "kv", counted=True, past=True)),
         Problem("nothing", ((5, 100), (20, 20)), 16, 1, 64, dtype=bf16, page_size=64,
                 selected=Selected(3, 64, "kv", holes=1.0)),
     )
@@ -196,3 +200,18 @@ def test_many_tokens_of_few_units_take_this_kernel():
     assert "softcap" in reason("sm90", softcap=5.0)
     assert "few tokens" in reason("sm90", seqs=((30, 9000),))
     assert "fill the chip" in reason("sm90", seqs=((90, 100),))
+    lists = PROBLEMS["moba"].selected
+    moba = {"num_heads": 8, "num_kv_heads": 8, "page_size": 256, "selected": lists}
+    assert reason("sm90", **moba, seqs=((9000, 0),)) is None
+    assert "few tokens" in reason("sm90", num_heads=2, seqs=((100, 3000),))
+
+
+@pytest.mark.parametrize("name", ["moba", "two_heads"])
+def test_a_large_unit_is_several_of_the_kernels(name):
+    call = hopper_call(PROBLEMS[name])
+    tokens = slice(0, int(call.cu_seqlens_q[-1]))
+    in_units = selected_units._in_units(call)
+    assert in_units.selection.select_size == 128
+    (_, keys, is_seen), (_, same, also_seen) = (selected_keys(x, tokens) for x in (call, in_units))
+    assert torch.equal(is_seen, also_seen)
+    assert torch.equal(keys[is_seen], same[is_seen])

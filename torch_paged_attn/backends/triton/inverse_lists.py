@@ -14,9 +14,10 @@ from torch_paged_attn.ops.selected_checks import sequence_of
 
 class InverseLists(NamedTuple):
     """For each group: entry i of `bounds` `(G, ids + 1)` is where the entries of unit number i
-    begin; `tokens` and `units` `(G, entries)` are the entries' query rows and units. Of each query
-    row, `first_rows` is the row of k where its sequence's keys begin, and `positions` and `lengths`
-    are its position and its Lk.
+    begin; `tokens` and `units` `(G, entries)` are the entries' query rows and units, and `places`
+    their places among the entries of all lists of the group. Of each query row, `first_rows` is the
+    row of k where its sequence's keys begin, and `positions` and `lengths` are its position and its
+    Lk.
     """
 
     bounds: Tensor
@@ -25,6 +26,7 @@ class InverseLists(NamedTuple):
     first_rows: Tensor
     positions: Tensor
     lengths: Tensor
+    places: Tensor
     select_size: int
 
     @classmethod
@@ -54,9 +56,13 @@ class InverseLists(NamedTuple):
         ids = call.k.shape[0] // size + (0 if size == 1 else call.batch + 1)
         counts &= (number >= 0) & (number < ids)
         # entries that do not count come last
-        number = number.where(counts, ids).transpose(0, 1).flatten(1)
+        number = number.where(counts, ids).transpose(0, 1).flatten(1).int()
         ordered, order = torch.sort(number, dim=-1, stable=True)
-        searched = torch.arange(ids + 1, device=device).expand(units.shape[1], -1).contiguous()
+        searched = (
+            torch.arange(ids + 1, device=device, dtype=torch.int32)
+            .expand(units.shape[1], -1)
+            .contiguous()
+        )
         return cls(
             torch.searchsorted(ordered, searched),
             order // max(units.shape[2], 1),
@@ -64,5 +70,6 @@ class InverseLists(NamedTuple):
             first_rows,
             positions,
             lengths,
+            order,
             size,
         )

@@ -14,6 +14,7 @@ from torch_paged_attn.backends.triton.portable.selected_backward_kernels import 
     _selected_dkdv_kernel,
     _selected_dq_kernel,
 )
+from torch_paged_attn.backends.triton.portable.selected_parts import add_parts, leaves_parts
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backward_call import BackwardCall
@@ -44,6 +45,12 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
         weight = (forward.sinks[:, None] - call.softmax_lse).exp().masked_fill(empty, 0.0)
         dsinks.copy_(-(weight * d).sum(1))
     target = target_of(forward.q.device)
+    if leaves_parts(call):
+        stored = [as_stored(x, target)[0] for x in (dout, dq)]
+        lse = call.softmax_lse.contiguous()
+        gradients = SelectedGradients(stored[0], lse, d, stored[1], dk, dv)
+        add_parts(call, forward, gradients, GradientStrides(*dout.stride()[:2]))
+        return results
     config = selected.backward_config_of(forward, target)
     gradients = SelectedGradients(
         dout=as_stored(dout, target)[0],
@@ -70,7 +77,7 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
         )
     if (wants_k or wants_v) and forward.k.shape[0] > 0:
         lists = InverseLists.of(forward)
-        *tensors, size = lists
+        *tensors, _, size = lists
         gradients = gradients._replace(
             **dict(zip(SelectedGradients._fields[6:], tensors, strict=True))
         )

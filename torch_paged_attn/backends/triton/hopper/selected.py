@@ -4,7 +4,7 @@ values are 512 wide and are the first columns of the keys.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +49,22 @@ FEWEST_HEADS, FEW_HEADS = 8, 16
 # keys of a pair of blocks, and bytes of the pieces that a thread copies
 PAIR, PIECE = 128, 16
 
-# of latents of 8 bits: groups of columns on their way, by heads of a tile, and groups of warps that
-# convert
-STAGES, CONVERTERS = {FEWEST_HEADS: 7, FEW_HEADS: 5}, 1
+
+class ScaledForm(NamedTuple):
+    """What the kernel for latents of 8 bits has room for."""
+
+    stored: int  # groups of columns of 8 bits
+    converted: int  # groups of columns of 16 bits
+    converters: int  # groups of warps that convert; 0: consumers do
+    programs: int  # of a multiprocessor
+    registers: int  # of a consumer's thread
+
+
+# by heads of a tile
+SCALED_FORMS = {
+    FEWEST_HEADS: ScaledForm(8, 0, 0, 2, 200),
+    FEW_HEADS: ScaledForm(5, 8, 1, 1, REGISTERS),
+}
 
 # with more tokens than this to each group of programs, all groups have a share
 FEW_TOKENS = 8
@@ -132,6 +145,7 @@ def options_of(call: AttentionCall) -> ListOptions:
     has_latent = call.q_latent is not None
     has_scales = is_by_column(call.v_descale, call.v)
     heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), BLOCK_M)
+    form = SCALED_FORMS[heads] if has_scales else ScaledForm(0, 0, 0, 1, REGISTERS)
     return ListOptions(
         HEAD_TILES=cdiv(call.num_heads, heads),
         PAGE_SIZE=call.page_size,
@@ -141,14 +155,16 @@ def options_of(call: AttentionCall) -> ListOptions:
         HAS_ROPE=has_latent or call.head_dim > HEAD_DIM_V,
         IS_ONE_ROW=_are_one_row(call),
         ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
-        REGISTERS=REGISTERS,
+        REGISTERS=form.registers,
         # 8 heads take the time of the copies, which barriers slow down
         COLUMN_BOXES=1 if heads == FEWEST_HEADS else COLUMN_BOXES,
         PACKED_HEADS=heads,
         ROWS=heads,
         HAS_SCALES=has_scales,
-        STAGES=STAGES[heads] if has_scales else 0,
-        CONVERTERS=CONVERTERS if has_scales else 0,
+        STAGES=form.stored,
+        CONVERTED=form.converted,
+        CONVERTERS=form.converters,
+        PROGRAMS=form.programs,
     )
 
 
@@ -162,7 +178,8 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
     """How many groups of programs there are; units of a token: its pairs of blocks, or one where no
     groups share a token; and float32 numbers of the workspace."""
     pairs, tokens = pairs_of(call), call.total_q
-    room = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
+    programs = options.PROGRAMS * target_of(call.q.device).multiprocessors
+    room = max(programs // options.HEAD_TILES, 1)
     if call.is_batch_invariant:
         return min(room, tokens), 1, 0
     groups = room if tokens > FEW_TOKENS * room else even_groups(tokens, room)
@@ -215,6 +232,9 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     from torch_paged_attn.backends.triton.hopper.selected_bytes_few_heads import (
         _hopper_selected_bytes_few_heads_kernel,
     )
+    from torch_paged_attn.backends.triton.hopper.selected_bytes_pairs import (
+        _hopper_selected_bytes_kernel,
+    )
     from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
         _hopper_selected_few_heads_kernel,
     )
@@ -230,10 +250,14 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
     kernel = _hopper_selected_fwd_kernel
-    if options.HAS_SCALES:
+    if options.HAS_SCALES and options.CONVERTERS == 0:
+        kernel = _hopper_selected_bytes_kernel
+    elif options.HAS_SCALES:
         kernel = _hopper_selected_bytes_few_heads_kernel
     elif options.PACKED_HEADS <= FEW_HEADS:
         kernel = _hopper_selected_few_heads_kernel
+    # programs of eight warps share a multiprocessor's registers
+    most = {"maxnreg": 65536 // 256 // options.PROGRAMS} if options.PROGRAMS > 1 else {}
     launch = Launch(
         kernel,
         (programs,),
@@ -242,6 +266,7 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
+        **most,
     )
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
     # a tensor that is not given is the None behind the given ones

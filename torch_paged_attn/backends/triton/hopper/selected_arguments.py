@@ -73,8 +73,10 @@ class ListOptions(NamedTuple):
     IS_CAUSAL: bool = False  # the lists hide keys
     OF_LISTS: bool = True
     HAS_SCALES: bool = False  # the latents have 8 bits, and scales by column
-    STAGES: int = 0  # groups of columns of these that are on their way
+    STAGES: int = 0  # groups of columns of 8 bits that have room
+    CONVERTED: int = 0  # the same of 16 bits
     CONVERTERS: int = 0  # groups of warps that convert them
+    PROGRAMS: int = 1  # of a multiprocessor
 
 
 class ListParams(NamedTuple):

@@ -16,6 +16,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     KEYS,
     ROPE,
     new_seen_keys,
+    opaque_zero,
 )
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers
@@ -25,11 +26,11 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     thread_barrier,
 )
 
-# columns of a group, groups of a block, and groups that have room in 16 bits: of two blocks
-SCALED, GROUPS, CONVERTED = (gl.constexpr(i) for i in (128, 4, 8))
-# blocks whose rope keys, and blocks whose scales have room. The scales of block n may be written
-# once the scores of block n - 2 are there: block n - 3 is done then, and its scales are read
-ROPE_STAGES, SCALE_STAGES = gl.constexpr(2), gl.constexpr(3)
+# columns of a group, pairs of these, groups of a block, and blocks of a pair
+SCALED, PAIRS, GROUPS, BLOCKS = (gl.constexpr(i) for i in (128, 64, 4, 2))
+# blocks whose scales have room. The scales of block n may be written once the scores of block n - 2
+# are there: block n - 3 is done then, and its scales are read
+SCALE_STAGES = gl.constexpr(3)
 # numbers of 8 bits in a piece of 16 bytes, and rows that are converted at a time
 BYTES, AT_ONCE = gl.constexpr(16), gl.constexpr(16)
 
@@ -49,7 +50,7 @@ class StoredPipelines(NamedTuple):
     q: Any
     stored: Any  # groups of 8 bits: (STAGES, KEYS, SCALED)
     k: Any  # the same of 16 bits: (CONVERTED, KEYS, SCALED)
-    ropes: Any  # (ROPE_STAGES, KEYS, ROPE); with a block's, its scales arrive
+    ropes: Any  # (BLOCKS, KEYS, ROPE); with a block's, its scales arrive
     scales: Any  # (SCALE_STAGES, KEYS, GROUPS) float32
     seen: Any
     work_info: Any
@@ -61,11 +62,15 @@ def new_stored_pipelines(queries, rope_dtype: gl.constexpr, OPTIONS: gl.constexp
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     STAGES: gl.constexpr = OPTIONS.STAGES
+    CONVERTED: gl.constexpr = OPTIONS.CONVERTED
     # each of the producer's threads says when what it copied has arrived
-    stored = new_pipeline(gl.float8e4nv, [STAGES, KEYS, SCALED], plain, STAGES, 1, 128)
-    keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
-    shape: gl.constexpr = [ROPE_STAGES, KEYS, ROPE]
-    ropes = new_pipeline(rope_dtype, shape, swizzled, ROPE_STAGES, 1, 128)
+    if OPTIONS.CONVERTERS == 0:
+        stored = new_pipeline(gl.int16, [STAGES, KEYS, PAIRS], swizzled, STAGES, 1, 128)
+        keys = stored
+    else:
+        stored = new_pipeline(gl.float8e4nv, [STAGES, KEYS, SCALED], plain, STAGES, 1, 128)
+        keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
+    ropes = new_pipeline(rope_dtype, [BLOCKS, KEYS, ROPE], swizzled, BLOCKS, 1, 128)
     scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES, KEYS, GROUPS], plain)
     return StoredPipelines(queries, stored, keys, ropes, scales, new_seen_keys(), new_work_info(2))
 
@@ -89,22 +94,51 @@ def _copy(target, pointer, row, is_seen, COLUMNS: gl.constexpr, PIECE: gl.conste
 
 
 @gluon.jit
+def stage_of(n, ring, PLACE: gl.constexpr, FILLS: gl.constexpr):
+    """Of fill number PLACE of the FILLS fills of pair n: its stage in a ring, and its phase."""
+    if ring.STAGES == FILLS:
+        return PLACE + opaque_zero(FILLS * n + PLACE), n & 1
+    else:
+        fill = n * FILLS + PLACE
+        return fill % ring.STAGES, (fill // ring.STAGES) & 1
+
+
+@gluon.jit
 def copy_stored_block(n, rows, params, pipelines, BLOCK: gl.constexpr):
     """Copy block number BLOCK of pair n, of keys in these rows, and say which of them are seen."""
-    pointers, stored, ropes = params.pointers, pipelines.stored, pipelines.ropes
-    block = 2 * n + BLOCK
+    pointers, stored = params.pointers, pipelines.stored
+    # consumers that convert read scales with the first group; others have no use for them before
+    # the last, and these copies would wait for the block that has the room
+    IN_PAIRS: gl.constexpr = stored.tiles.dtype == gl.int16
+    if IN_PAIRS:
+        _copy_ropes(n, rows, params, pipelines, BLOCK)
     for i in gl.static_range(GROUPS):
-        fill = GROUPS * block + i
-        stored.producer_acquire(fill)
-        latents = pointers.latents + i * SCALED
-        _copy(stored.tile(fill), latents, rows.latent, rows.is_seen, SCALED, BYTES)
-        async_copy.mbarrier_arrive(stored.full_barrier(fill), increment_count=False)
-    ropes.producer_acquire(block)
+        stage, phase = stage_of(n, stored, GROUPS * BLOCK + i, BLOCKS * GROUPS)
+        mbarrier.wait(stored.empty.index(stage), phase ^ 1)
+        tile = stored.tiles.index(stage)
+        if IN_PAIRS:
+            latents = pointers.latents.to(gl.pointer_type(gl.int16), bitcast=True) + i * PAIRS
+            _copy(tile, latents, rows.latent, rows.is_seen, PAIRS, 8)
+        else:
+            latents = pointers.latents + i * SCALED
+            _copy(tile, latents, rows.latent, rows.is_seen, SCALED, BYTES)
+        async_copy.mbarrier_arrive(stored.full.index(stage), increment_count=False)
+    if not IN_PAIRS:
+        _copy_ropes(n, rows, params, pipelines, BLOCK)
+
+
+@gluon.jit
+def _copy_ropes(n, rows, params, pipelines, BLOCK: gl.constexpr):
+    """Copy rope keys and scales of a block, and say which of its keys are seen."""
+    pointers, ropes = params.pointers, pipelines.ropes
+    block = 2 * n + BLOCK
+    stage, phase = stage_of(n, ropes, BLOCK, BLOCKS)
+    mbarrier.wait(ropes.empty.index(stage), phase ^ 1)
     pipelines.seen.put(rows.is_seen, BLOCK)
-    _copy(ropes.tile(block), pointers.ropes, rows.latent, rows.is_seen, ROPE, 8)
+    _copy(ropes.tiles.index(stage), pointers.ropes, rows.latent, rows.is_seen, ROPE, 8)
     scales = pipelines.scales.index(block % SCALE_STAGES)
     _copy(scales, pointers.scales, rows.latent, rows.is_seen, GROUPS, 4)
-    async_copy.mbarrier_arrive(ropes.full_barrier(block), increment_count=False)
+    async_copy.mbarrier_arrive(ropes.full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -140,7 +174,7 @@ def convert_latents(pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     pipelines.q.wait(0)
     pairs = pipelines.work_info.get(0, NUM_KV_TILES)
     while pairs > 0:
-        for _ in range(pairs * (CONVERTED // CONVERTERS)):
+        for _ in range(pairs * (2 * GROUPS // CONVERTERS)):
             _convert_group(CONVERTERS * n + W, pipelines.stored, pipelines.k)
             n += 1
         tile += 1

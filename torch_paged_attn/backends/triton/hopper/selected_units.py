@@ -4,6 +4,7 @@ such.
 Keys and values of a unit are read once for all of its tokens; see `unit_kernel.py`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch_paged_attn.backends.triton.hopper.unit_arguments import (
     UnitCombinePointers,
     UnitOptions,
     UnitPointers,
+    UnitQueryPointers,
     UnitScalars,
     UnitSizes,
 )
@@ -34,13 +36,19 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.unit_items import UnitLists, units_of
+from torch_paged_attn.selection import Selection
 
-# heads that share a unit, keys of a unit, and widths that the kernel has tiles for
-GROUPS, UNITS, WIDTHS = (8, 16, 32, 64), (64, 128), (64, 128)
+# heads that share a unit, keys of a unit, and widths that the kernel has tiles for; a larger unit
+# is taken as several
+GROUPS, UNITS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (64, 128), (64, 128)
+# heads from which on a token's queries are loaded where they are; those of fewer are copied one
+# behind the other first, as a box of a swizzled tile has at least eight rows
+LEAST_ROWS = 8
 CONSUMERS, Q_STAGES, KV_STAGES, REGISTERS = 2, 6, 2, 240
 MOST_PRODUCERS = 4
-# tokens of a unit, on average, from which on its own tile is filled well enough
-LEAST_TOKENS = 4
+# rows of queries of a unit, on average, from which on its own tile is filled well enough, and its
+# tokens, at least
+LEAST_UNIT_ROWS, LEAST_TOKENS = 16, 4
 # tiles of queries of a program, at least
 LEAST_TILES = 16
 # bytes of parts: calls with more are done some tokens at a time
@@ -69,10 +77,11 @@ def unsupported(call: AttentionCall) -> str | None:
     if selection.key_indices.shape[2] == 0:
         return "lists have no entries"
     size, groups = selection.select_size, selection.key_indices.shape[1]
-    if size not in UNITS or groups != call.num_kv_heads or call.group_size not in GROUPS:
+    if size < UNITS[0] or groups != call.num_kv_heads or call.group_size not in GROUPS:
         return f"units of {size} keys for {groups} lists and {call.group_size} heads each"
     if call.head_dim not in WIDTHS or call.head_dim_v not in WIDTHS:
         return f"head_dim is {call.head_dim}, head_dim_v {call.head_dim_v}"
+    size = min(size, UNITS[-1])
     if call.is_paged:
         if call.page_size % size and (size % call.page_size or call.page_size < LEAST_BOX):
             return f"page_size is {call.page_size}"
@@ -91,7 +100,7 @@ def unprofitable(call: AttentionCall) -> str | None:
         return "which kernel it takes would depend on the other sequences"
     sequences = 1 if call.is_slots else max(call.batch, 1)
     named = call.total_q * selection.key_indices.shape[2]
-    if named < LEAST_TOKENS * sequences * units_of(call):
+    if named < least_tokens(call.group_size) * sequences * units_of(call):
         return "a unit is named by few tokens"
     tiles = named * call.num_heads // BLOCK_M
     if tiles < LEAST_TILES * target_of(call.q.device).multiprocessors:
@@ -99,11 +108,22 @@ def unprofitable(call: AttentionCall) -> str | None:
     return None
 
 
+def least_tokens(group_size: int) -> int:
+    """Tokens of a unit, on average, from which on it pays to visit units."""
+    return max(LEAST_TOKENS, LEAST_UNIT_ROWS // group_size)
+
+
+def most_entries(group_size: int) -> int:
+    """Entries of an item of work, at most: as many rows as of a group of `LEAST_ROWS` heads."""
+    return MOST_ENTRIES * max(LEAST_ROWS // group_size, 1)
+
+
 def options_of(call: AttentionCall) -> UnitOptions:
     """What the kernel is compiled for."""
     selection = call.selection
     assert selection is not None
     size = selection.select_size
+    is_copied = call.group_size < LEAST_ROWS
     return UnitOptions(
         BLOCK_N=size,
         WIDTH=call.head_dim,
@@ -114,11 +134,27 @@ def options_of(call: AttentionCall) -> UnitOptions:
         IS_SLOTS=call.is_slots,
         BOX_ROWS=min(size, call.page_size) if call.is_paged else size,
         CONSUMERS=CONSUMERS,
-        PRODUCERS=min(MOST_PRODUCERS, BLOCK_M // call.group_size),
+        PRODUCERS=1 if is_copied else min(MOST_PRODUCERS, BLOCK_M // call.group_size),
         Q_STAGES=Q_STAGES,
         KV_STAGES=KV_STAGES,
         REGISTERS=REGISTERS,
+        IS_COPIED=is_copied,
     )
+
+
+def _in_units(call: AttentionCall) -> AttentionCall:
+    """The call with lists of units that the kernel has tiles for."""
+    selection = call.selection
+    assert selection is not None
+    pieces = selection.select_size // UNITS[-1]
+    if pieces <= 1:
+        return call
+    indices, counts = selection.key_indices, selection.num_selected
+    of_unit = torch.arange(pieces, dtype=indices.dtype, device=indices.device)
+    # no piece of an entry that names nothing has a number from 0 on
+    indices = (indices[..., None] * pieces + of_unit).flatten(-2)
+    counts = None if counts is None else counts * pieces
+    return dataclasses.replace(call, selection=Selection(indices, counts, UNITS[-1]))
 
 
 def attend(
@@ -126,17 +162,19 @@ def attend(
 ) -> None:
     """Write the results of a call for which `unsupported` has no reason. `make_lists` is
     `unit_lists.make_unit_lists`."""
+    call = _in_units(call)
     selection = call.selection
     assert selection is not None
     target, options = target_of(call.q.device), options_of(call)
     entries = selection.key_indices.shape[2]
-    of_token = call.num_heads * entries * call.head_dim_v * 2
+    width = call.head_dim_v + (call.head_dim if options.IS_COPIED else 0)
+    of_token = call.num_heads * entries * width * 2
     # chunks of equal length
     chunks = cdiv(call.total_q * of_token, MOST_BYTES)
     step = cdiv(call.total_q, max(chunks, 1))
     for first in range(0, call.total_q, step):
         rows = slice(first, min(first + step, call.total_q))
-        lists = make_lists(call, target, rows, MOST_ENTRIES, options.TOKENS)
+        lists = make_lists(call, target, rows, most_entries(call.group_size), options.TOKENS)
         _attend_rows(call, lists, options, out, lse)
 
 
@@ -156,6 +194,12 @@ def _attend_rows(
     of_part = count * groups * entries, call.group_size
     parts = new(*of_part, call.head_dim_v, dtype=torch.float16)
     part_lse, part_scale = new(*of_part), new(*of_part)
+    if options.IS_COPIED:
+        queries = _copied_queries(call, lists).flatten(0, 1)
+        q_boxes = ragged_rows(queries[:, None], BLOCK_M, 1, options.WIDTH)
+    else:
+        queries = call.q
+        q_boxes = ragged_rows(queries, 1, options.GROUP_SIZE, options.WIDTH)
     k, v = (x if not call.is_paged else x[0].transpose(0, 1) for x in (call.k, call.v))
     page_rows = [x.stride(0) // x.stride(2) if call.is_paged else 0 for x in (call.k, call.v)]
     bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
@@ -185,7 +229,7 @@ def _attend_rows(
         OPTIONS=options,
         num_warps=4,
     )(
-        ragged_rows(call.q, 1, options.GROUP_SIZE, options.WIDTH).at(call.q.data_ptr()),
+        q_boxes.at(queries.data_ptr()),
         ragged_rows(k, **rows, width=options.WIDTH).at(call.k.data_ptr()),
         ragged_rows(v, **rows, width=options.WIDTH_V).at(call.v.data_ptr()),
         pointers,
@@ -201,7 +245,8 @@ def _attend_rows(
         HEADS=call.group_size,
         WIDTH=call.head_dim_v,
         K=next_power_of_2(entries),
-        num_warps=4,
+        # of 128 columns of a head, a thread has four
+        num_warps=min(call.group_size, 4),
     )(
         UnitCombinePointers(
             parts=parts,
@@ -214,3 +259,25 @@ def _attend_rows(
             cu_seqlens_q=call.cu_seqlens_q,
         )
     )
+
+
+def _copied_queries(call: AttentionCall, lists: UnitLists) -> Tensor:
+    """`(entries, group_size, head_dim)`: query rows of entries in the order of `lists.entries`."""
+    from torch_paged_attn.backends.triton.hopper.unit_queries import _copy_unit_queries_kernel
+
+    total = len(lists.rows)
+    copied = call.q.new_empty((total, call.group_size, call.head_dim))
+    row, head = call.q.stride()[:2]
+    Launch(
+        _copy_unit_queries_kernel,
+        (cdiv(total, BLOCK_M),),
+        row_pieces=row // 8,
+        head_pieces=head // 8,
+        groups=call.num_kv_heads,
+        entries=lists.buckets.shape[2],
+        HEADS=call.group_size,
+        WIDTH=call.head_dim,
+        ROWS=BLOCK_M,
+        num_warps=4,
+    )(UnitQueryPointers(call.q, lists.entries, lists.rows, lists.items, lists.num_items, copied))
+    return copied

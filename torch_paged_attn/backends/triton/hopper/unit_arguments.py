@@ -34,6 +34,17 @@ class UnitCombinePointers(NamedTuple):
     cu_seqlens_q: Any
 
 
+class UnitQueryPointers(NamedTuple):
+    """Memory of the kernel that copies queries."""
+
+    q: Any
+    entries: Any  # these four: of `unit_items.UnitLists`
+    rows: Any
+    items: Any
+    num_items: Any
+    copied: Any  # (entries, group_size, head_dim), of the dtype of q
+
+
 class UnitSizes(NamedTuple):
     """Numbers that change from call to call."""
 
@@ -66,6 +77,7 @@ class UnitOptions(NamedTuple):
     Q_STAGES: int
     KV_STAGES: int
     REGISTERS: int  # of a consumer's thread
+    IS_COPIED: bool = False  # queries lie in the order of entries
 
 
 class UnitParams(NamedTuple):

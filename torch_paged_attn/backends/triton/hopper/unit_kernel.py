@@ -4,7 +4,8 @@ that name it.
 Read token by token, the units of 8,192 tokens would be some 34 GB, which no cache delivers in time,
 and lists of neighbouring tokens may have nothing in common. So a program takes a unit of keys and
 the tokens that name it (`unit_lists.py`): its keys and values stay in shared memory while the
-tokens' queries pass by, 64 rows at a time. Each consumer has rows of its own, and its softmax
+tokens' queries pass by, 64 rows at a time; queries of few heads are copied into that order before
+(`unit_queries.py`). Each consumer has rows of its own, and its softmax
 overlaps with the other's products. What a unit adds to a token's result is left as a part,
 in float16 with a power of two as the scale of a row; `unit_combine.py` adds the parts up in the
 order of the list. So no bit depends on the order in which tokens come.
@@ -92,9 +93,44 @@ def _tokens_of(tile, first_entry, count, params, OPTIONS: gl.constexpr, INDEX: g
 
 
 @gluon.jit
+def _load_copied(before, first_entry, count, tiles, params, queries, OPTIONS: gl.constexpr):
+    """Load an item's queries, which lie one behind the other; rows past the last are zeros."""
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    BLOCK_M: gl.constexpr = OPTIONS.TOKENS * GROUP_SIZE
+    for t in range(tiles):
+        queries.producer_acquire(before + t)
+        barrier = queries.full_barrier(before + t)
+        mbarrier.expect(barrier, params.q_desc.block_type.nbytes)
+        start, size = first_entry * GROUP_SIZE, count * GROUP_SIZE
+        box = queries.tile(before + t)
+        load_rows(params.q_desc, start, size, t * BLOCK_M, 0, barrier, box)
+
+
+@gluon.jit
+def _load_by_token(
+    before, first_entry, count, tiles, head, params, queries, OPTIONS: gl.constexpr,
+    INDEX: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of some tokens of each of an item's tiles."""
+    OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
+    rows = _tokens_of(0, first_entry, count, params, OPTIONS, INDEX)
+    for t in range(tiles):
+        # on their way before anything waits
+        more = _tokens_of(t + 1, first_entry, count, params, OPTIONS, INDEX)
+        fill = before + t
+        queries.producer_acquire(fill)
+        barrier = queries.full_barrier(fill)
+        mbarrier.expect(barrier, OWN * params.q_desc.block_type.nbytes)
+        for i in gl.static_range(OWN):
+            box = queries.tile(fill).slice(INDEX * OWN + i, 1, dim=2)
+            head_row = head * OPTIONS.GROUP_SIZE
+            load_rows(params.q_desc, rows[i], 1, 0, head_row, barrier, box)
+        rows = more
+
+
+@gluon.jit
 def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Load queries of some tokens of each tile; the first producer loads units, too."""
-    OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
     pointers, scalars = params.pointers, params.scalars
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     num_items = gl.load(pointers.num_items)
@@ -123,19 +159,10 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             _load_unit(params.k_desc, place, scalars.k_page_rows, barrier, tile, params, OPTIONS)
             tile = values.index(n % OPTIONS.KV_STAGES)
             _load_unit(params.v_desc, place, scalars.v_page_rows, barrier, tile, params, OPTIONS)
-        rows = _tokens_of(0, first_entry, count, params, OPTIONS, INDEX)
-        for t in range(tiles):
-            # on their way before anything waits
-            more = _tokens_of(t + 1, first_entry, count, params, OPTIONS, INDEX)
-            fill = before + t
-            queries.producer_acquire(fill)
-            barrier = queries.full_barrier(fill)
-            mbarrier.expect(barrier, OWN * params.q_desc.block_type.nbytes)
-            for i in gl.static_range(OWN):
-                box = queries.tile(fill).slice(INDEX * OWN + i, 1, dim=2)
-                head_row = head * OPTIONS.GROUP_SIZE
-                load_rows(params.q_desc, rows[i], 1, 0, head_row, barrier, box)
-            rows = more
+        if OPTIONS.IS_COPIED:
+            _load_copied(before, first_entry, count, tiles, params, queries, OPTIONS)
+        else:
+            _load_by_token(before, first_entry, count, tiles, head, params, queries, OPTIONS, INDEX)
         before += tiles
         item += gl.num_programs(0)
         n += 1
@@ -284,7 +311,11 @@ def _hopper_attention_units_kernel(
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
     rows: gl.constexpr = OPTIONS.BLOCK_N
-    box: gl.constexpr = [1, 1, OPTIONS.TOKENS, OPTIONS.GROUP_SIZE, OPTIONS.WIDTH]
+    TOKENS: gl.constexpr = OPTIONS.TOKENS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    of_token: gl.constexpr = [1, 1, TOKENS, GROUP_SIZE, OPTIONS.WIDTH]
+    of_rows: gl.constexpr = [1, 1, TOKENS * GROUP_SIZE, 1, OPTIONS.WIDTH]
+    box: gl.constexpr = of_rows if OPTIONS.IS_COPIED else of_token
     q_shape: gl.constexpr = boxes(OPTIONS.Q_STAGES, box)
     k_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, k_desc.block_shape, rows)
     v_shape: gl.constexpr = shape_of_tiles(OPTIONS.KV_STAGES, v_desc.block_shape, rows)

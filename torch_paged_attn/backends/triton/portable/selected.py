@@ -90,6 +90,16 @@ def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     return SelectedConfig(block_m, 32, 4, 1)
 
 
+def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
+    """The tiles of a backward that leaves parts of gradients: products that other kernels share."""
+    config = backward_config_of(call, target)
+    if target.is_hip or max(call.head_dim, call.head_dim_v) > WIDE:
+        return dataclasses.replace(config, num_warps=8)
+    if target.arch == "sm90" and config.BLOCK_N > 16:
+        return dataclasses.replace(config, BLOCK_N=64, num_warps=8)
+    return config
+
+
 def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> int:
     """How many programs share a list. Of a batch-invariant call, one."""
     selection = call.selection

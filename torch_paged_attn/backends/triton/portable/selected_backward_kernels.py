@@ -1,4 +1,5 @@
-"""The backward of `selected_attention`: dq by lists, dk and dv by inverse lists.
+"""The backward of `selected_attention`: dq by lists, dk and dv by inverse lists. Lists of single
+keys have kernels of their own: `selected_parts_kernels.py`.
 
 A program of `_selected_dq_kernel` has one token and some heads, as the forward's. A program of
 `_selected_dkdv_kernel` has the keys of one unit, or some of them, and one KV head; it takes the
@@ -54,7 +55,7 @@ class GradientStrides(NamedTuple):
 
 
 @triton.jit
-def _probabilities(s, lse, IS_PRECISE: tl.constexpr):
+def probabilities(s, lse, IS_PRECISE: tl.constexpr):
     """exp(s - lse), for rows whose lse is finite."""
     if IS_PRECISE:
         return tl.exp(s - lse)
@@ -63,7 +64,7 @@ def _probabilities(s, lse, IS_PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _score_gradients(s, p, dp, d, scalars, OPTIONS: tl.constexpr):
+def score_gradients(s, p, dp, d, scalars, OPTIONS: tl.constexpr):
     """Gradients of the products q k before the scale, from those of the probabilities."""
     ds = p * (dp - d)
     if OPTIONS.HAS_SOFTCAP:
@@ -105,10 +106,10 @@ def _selected_dq_kernel(
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
         s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
-        p = _probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
+        p = probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
         p = tl.where(is_seen[None, :] & sees[:, None], p, 0.0)
         dp = chunk_scores(dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-        ds = _score_gradients(s, p, dp, d[:, None], scalars, OPTIONS)
+        ds = score_gradients(s, p, dp, d[:, None], scalars, OPTIONS)
         ds = ds.to(type_of(OPTIONS.DTYPE))
         dq = add_chunk_products(dq, ds, k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
     dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
@@ -211,10 +212,10 @@ def _selected_dkdv_kernel(
                     is_seen = is_seen & (own_key <= x.position[:, None] + scalars.right)
                 if OPTIONS.HAS_LEFT:
                     is_seen = is_seen & (own_key >= x.position[:, None] - scalars.left)
-                p = _probabilities(s, x.lse[:, None], OPTIONS.IS_PRECISE)
+                p = probabilities(s, x.lse[:, None], OPTIONS.IS_PRECISE)
                 p = tl.where(is_seen, p, 0.0)
                 dp = chunk_scores(x.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-                ds = _score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
+                ds = score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
                 # a key of the unit that no query sees may be NaN
                 ds = tl.where(is_seen, ds, 0.0)
                 p = tl.trans(p.to(type_of(OPTIONS.DTYPE)))

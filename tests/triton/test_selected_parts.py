@@ -1,0 +1,47 @@
+"""The backward of lists of single keys on GPUs, where it is done in pieces: more heads than a tile
+has, and some tokens at a time."""
+
+import dataclasses
+
+import torch
+
+from torch_paged_attn import reference
+from torch_paged_attn.backends.triton import selected_attention_backward as backward
+from torch_paged_attn.backends.triton.portable import selected, selected_parts
+from torch_paged_attn.testing import Problem, Selected, assert_accurate_gradients, build
+from torch_paged_attn.testing.inputs import hostile_gradients
+
+PROBLEM = Problem(
+    "pieces", ((2, 12), (0, 4), (3, 0)), 34, 2, 24, 16, dtype=torch.bfloat16, padding_rows=1,
+    selected=Selected(5, 1, "kv", holes=0.2),
+)  # fmt: skip
+
+
+def test_pieces(device, monkeypatch):
+    small = selected.SelectedConfig(16, 16, 4, 1)
+    monkeypatch.setattr(selected, "backward_config_of", lambda call, target: small)
+    call = build(PROBLEM)
+    out, lse = reference.selected_attention(**call.args)
+    given = hostile_gradients(call, out, lse)
+
+    def gradients(*wanted: bool) -> list[torch.Tensor]:
+        asked = call.backward(*given, out, lse, output_mask=(*wanted, False, False)).to(device)
+        return [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+
+    whole = gradients(True, True, True)
+    assert_accurate_gradients(whole, call.gradients(*given))
+    # two tokens at a time
+    monkeypatch.setattr(selected_parts, "MOST_BYTES", 2 * 2 * 5 * 40 * 4)
+    assert_accurate_gradients(gradients(True, True, True), call.gradients(*given))
+    # of some gradients, the same bits
+    monkeypatch.undo()
+    monkeypatch.setattr(selected, "backward_config_of", lambda call, target: small)
+    _, dk, *others = gradients(False, True, False)
+    assert torch.equal(dk, whole[1]) and others[0].numel() == 0
+
+
+def test_only_lists_of_single_keys_leave_parts(device):
+    call = build(dataclasses.replace(PROBLEM, selected=Selected(2, 8, "kv")))
+    out, lse = reference.selected_attention(**call.args)
+    asked = call.backward(*hostile_gradients(call, out, lse), out, lse)
+    assert not selected_parts.leaves_parts(backward.BackwardCall.selected_attention(**asked.args))
