@@ -70,7 +70,7 @@ class BackwardOptions(NamedTuple):
     # how many of the two tiles that stay are kept in registers: first values or gradients of the
     # result, then keys or queries
     OPERANDS: int
-    AT_ONCE: bool  # all products of a tile are asked for together: `backward_keys_at_once.py`
+    AT_ONCE: bool  # all products of a tile are asked for together: `backward_keys.py`
 
 
 class BackwardParams(NamedTuple):

@@ -122,17 +122,13 @@ def _hopper_backward_keys_kernel(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
     )
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
-    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
-    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
-    DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
     SLOTS: gl.constexpr = OPTIONS.SLOTS
-    OTHERS: gl.constexpr = 4 if DQ_SUMS == BY_BOX else 3
-    keys = _new_pipeline(k_desc, STAY_STAGES, 1, 1)
-    values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
-    queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
-    douts = _new_pipeline(dout_desc, SECOND_STAGES, 1, CONSUMERS)
-    statistics = _new_boxes(statistics_desc, FIRST_STAGES)
+    OTHERS: gl.constexpr = 4 if OPTIONS.DQ_SUMS == BY_BOX else 3
+    keys = _new_pipeline(k_desc, OPTIONS.STAY_STAGES, 1, 1)
+    values = _new_pipeline(v_desc, OPTIONS.STAY_STAGES, 1, 1)
+    queries = _new_pipeline(q_desc, OPTIONS.FIRST_STAGES, 1, CONSUMERS)
+    douts = _new_pipeline(dout_desc, OPTIONS.SECOND_STAGES, 1, CONSUMERS)
+    statistics = _new_boxes(statistics_desc, OPTIONS.FIRST_STAGES)
     p = None
     ds = None
     sums = None
@@ -142,14 +138,14 @@ def _hopper_backward_keys_kernel(
     if OPTIONS.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
-    if DQ_SUMS != NONE:
+    if OPTIONS.DQ_SUMS != NONE:
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
-    if DQ_SUMS == BY_BOX:
+    if OPTIONS.DQ_SUMS == BY_BOX:
         boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
         full = new_barriers(CONSUMERS * SLOTS, 1)
         empty = new_barriers(CONSUMERS * SLOTS, 1)
         sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
-    done = new_barriers(STAY_STAGES, CONSUMERS)
+    done = new_barriers(OPTIONS.STAY_STAGES, CONSUMERS)
     info, claims = new_claims(CONSUMERS + OTHERS - 1)
     pipelines = KeyPipelines(
         keys, values, queries, douts, statistics, p, ds, sums, done, info, claims
@@ -179,13 +175,10 @@ def _hopper_backward_queries_kernel(
 ):  # fmt: skip
     """dQ. The arguments are those of `backward_arguments.py`; sizes come one by one."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
-    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
-    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
-    queries = _new_pipeline(q_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
-    douts = _new_pipeline(dout_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
-    keys = _new_pipeline(k_desc, FIRST_STAGES, 1, CONSUMERS)
-    values = _new_pipeline(v_desc, SECOND_STAGES, 1, CONSUMERS)
+    queries = _new_pipeline(q_desc, OPTIONS.STAY_STAGES, CONSUMERS, CONSUMERS)
+    douts = _new_pipeline(dout_desc, OPTIONS.STAY_STAGES, CONSUMERS, CONSUMERS)
+    keys = _new_pipeline(k_desc, OPTIONS.FIRST_STAGES, 1, CONSUMERS)
+    values = _new_pipeline(v_desc, OPTIONS.SECOND_STAGES, 1, CONSUMERS)
     dq = None
     if not OPTIONS.IN_PLACE:
         dq = _new_boxes(dq_desc, CONSUMERS)

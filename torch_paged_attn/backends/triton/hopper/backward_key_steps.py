@@ -1,6 +1,6 @@
 """The steps by which a consumer of tiles of keys works on a tile of queries that passes by:
-probabilities, products, and parts of dQ sent on their way. `backward_keys.py` and
-`backward_keys_at_once.py` put them in order.
+probabilities, products, and parts of dQ sent on their way. `backward_keys.py` puts them in
+order.
 """
 
 from typing import Any, NamedTuple
@@ -79,8 +79,7 @@ def probabilities_of(
 ):  # fmt: skip
     """What dP^T - D is multiplied by to give dS^T of fill n (see `scores.probabilities`); and P^T,
     as an operand of the product that gives dV. `row` is the fill's first query."""
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
     dtype: gl.constexpr = pipelines.k.tiles.dtype
     first_key, context_len, key_len = keys
@@ -95,8 +94,7 @@ def probabilities_of(
 @gluon.jit
 def as_operand(ds, OPTIONS: gl.constexpr):
     """dS^T for the product that gives dK."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
     return gl.convert_layout(ds, operand)
 
@@ -104,11 +102,9 @@ def as_operand(ds, OPTIONS: gl.constexpr):
 @gluon.jit
 def ask_for_dp(v, zeros, n, row, pipelines, OPTIONS: gl.constexpr):
     """Ask for dP^T - D of fill n: a product that is added to -D."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     start = zeros - statistics_of(n, row, zeros, pipelines, OPTIONS, True)
     pipelines.dout.consumer_wait(n)
-    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    dout = pipelines.dout.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V])
     return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)
 
 
@@ -125,15 +121,14 @@ def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.con
 def wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
     """Fill n of the queries, (PASS, WIDTH), once it has arrived. Its rows before query `first_live`
     see no key and may hold NaN: they become zeros here, in queries and gradients."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     pipelines.q.consumer_wait(n)
-    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
+    q = pipelines.q.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH])
     if OPTIONS.HAS_RIGHT and row < first_live:
         clear_before(q, first_live - row)
         pipelines.dout.consumer_wait(n)
-        clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
+        clear_before(
+            pipelines.dout.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V]), first_live - row
+        )
     return q
 
 
@@ -143,27 +138,17 @@ def seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
     first one, and how many see them. Between two heads a consumer releases tiles that it does not
     need, one if PASS is STAY, while it holds the last one of the head before: hence the stages."""
     gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.FIRST_STAGES >= 3)
-    PASS: gl.constexpr = OPTIONS.PASS
     scalars = params.scalars
     first_key, context_len, key_len = keys
     skipped = 0
     seen = steps
     if OPTIONS.HAS_RIGHT:
-        skipped = gl.maximum(first_key - context_len - scalars.window_right - first, 0) // PASS
+        skipped = (
+            gl.maximum(first_key - context_len - scalars.window_right - first, 0) // OPTIONS.PASS
+        )
     if OPTIONS.HAS_LEFT:
         last_key = gl.minimum(first_key + OPTIONS.STAY, key_len) - 1
         stop = gl.minimum(query_len, last_key - context_len + scalars.window_left + 1)
-        seen = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+        seen = gl.maximum((stop - first + OPTIONS.PASS - 1) // OPTIONS.PASS, 0)
     seen = gl.maximum(gl.where(first_key < key_len, seen, 0) - skipped, 0)
     return gl.minimum(skipped, steps - seen), seen
-
-
-@gluon.jit
-def pass_by(pipelines, n, count):
-    """Release fills n to n + count, which a consumer does not need."""
-    for i in range(n, n + count):
-        pipelines.q.consumer_wait(i)
-        pipelines.q.consumer_release(i)
-        pipelines.dout.consumer_wait(i)
-        pipelines.dout.consumer_release(i)
-    return n + count

@@ -27,25 +27,11 @@ from torch_paged_attn.backends.triton.hopper.backward_key_steps import (
     ask_for_dp,
     leave,
     meet,
-    pass_by,
     probabilities_of,
     seen_tiles,
     wait_for_queries,
 )
-from torch_paged_attn.backends.triton.hopper.backward_keys_at_once import two_results_at_once
-from torch_paged_attn.backends.triton.hopper.backward_work import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_LIVE,
-    FIRST_PASS,
-    FIRST_STAY,
-    HEAD,
-    KEY_LEN,
-    QUERY_LEN,
-    STATISTICS_TILE,
-    STEPS,
-    slope_of,
-)
+from torch_paged_attn.backends.triton.hopper.backward_work import FIELD, pass_by, slope_of, steps_of
 from torch_paged_attn.backends.triton.hopper.column_parts import as_operand as as_operand_of_sums
 from torch_paged_attn.backends.triton.hopper.column_parts import (
     ask_for_sums,
@@ -68,10 +54,8 @@ def _gradients_of(
     and the product dP^T - D, which is under way. `row` is the fill's first query. Without MAY_HIDE
     each of its queries sees each of the keys."""
     s, dp_pending = pending
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
-    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    dout = pipelines.dout.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
     ds = (weight * dp).to(pipelines.k.tiles.dtype)
@@ -79,6 +63,29 @@ def _gradients_of(
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
     return ds, dv
+
+
+@gluon.jit
+def _start_gradients(
+    pending, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    MAY_HIDE: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """P^T and dS^T of fill n, as operands; arguments are as for `_gradients_of`. LEFT products that
+    were asked for after dP^T - D are under way, too."""
+    s, dp_pending = pending
+    weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
+    dp = warpgroup_mma_wait(LEFT, deps=[dp_pending])
+    return p16, as_operand((weight * dp).to(pipelines.k.tiles.dtype), OPTIONS)
+
+
+@gluon.jit
+def _ask_for_both(p16, ds, results, n, pipelines, OPTIONS: gl.constexpr):
+    """Ask for the products that fill n adds to dV and dK."""
+    dk, dv = results
+    dout = pipelines.dout.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V])
+    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+    q = pipelines.q.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH])
+    return dv_pending, warpgroup_mma(ds, q, dk, is_async=True)
 
 
 @gluon.jit
@@ -90,58 +97,88 @@ def _two_results(
     for together with the last product of these queries, and both run while the next probabilities
     are computed.
 
+    AT_ONCE, for narrow heads, registers have room for P and dS of a tile of queries beside the
+    scores of the next one. So the next scores, and both products by P and dS, run while the next
+    probabilities are computed, and no product is under way when a step of the loop ends. Between
+    two heads a tile of gradients, too, is released while the last one of the head before is held:
+    hence three stages.
+
     `operands` are k and v; `results` are dk and dv, zeros. `used`: of each head's tiles of queries,
     the consumer skips the first `skipped` and needs the next `seen`. MAY_HIDE is as for
     `_gradients_of`."""
     STAY: gl.constexpr = OPTIONS.STAY
+    AT_ONCE: gl.constexpr = OPTIONS.AT_ONCE
+    gl.static_assert(not AT_ONCE or OPTIONS.GROUP_SIZE == 1 or OPTIONS.SECOND_STAGES >= 3)
     PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
-    queries = pipelines.q
+    queries, douts = pipelines.q, pipelines.dout
     k, v = operands
     dk, dv = results
     skipped, seen = used
     keys, first, steps, first_live, head, b, _ = tile
     if seen == 0:
-        n = pass_by(pipelines, n, steps * GROUP_SIZE)
+        n = pass_by(queries, douts, n, steps * OPTIONS.GROUP_SIZE)
     else:
         m = 0
         slope = slope_of(b, head, params)
-        n = pass_by(pipelines, n, skipped)
+        n = pass_by(queries, douts, n, skipped)
         first += skipped * PASS
         q = wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = ask_for_dp(v, zeros, n, first, pipelines, OPTIONS)
-        s = warpgroup_mma_wait(1, deps=[s_pending])
-        ds, dv = _gradients_of(
-            (s, dp_pending), dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
-        )
-        for _ in range(1, seen * GROUP_SIZE):
+        pending = warpgroup_mma_wait(1, deps=[s_pending]), dp_pending
+        if AT_ONCE:
+            p16, ds = _start_gradients(
+                pending, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 0
+            )
+        else:
+            ds, dv = _gradients_of(
+                pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+            )
+        for _ in range(1, seen * OPTIONS.GROUP_SIZE):
             m += 1
             n_was = n
             n += 1
-            if GROUP_SIZE > 1 and m == seen:
+            if OPTIONS.GROUP_SIZE > 1 and m == seen:
                 m = 0
                 head += 1
                 slope = slope_of(b, head, params)
-                n = pass_by(pipelines, n, steps - seen)
+                n = pass_by(queries, douts, n, steps - seen)
             row = first + m * PASS
-            q_was = queries.tile(n_was).reshape([PASS, WIDTH])
+            if not AT_ONCE:
+                q_was = queries.tile(n_was).reshape([PASS, OPTIONS.WIDTH])
             q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-            dk_pending = ask_for_sums(ds, q_was, dk, OPTIONS)
-            dp_pending = ask_for_dp(v, zeros, n, row, pipelines, OPTIONS)
-            s, dk, ds = wait_for_scores_and_sums(s_pending, dk_pending, ds)
-            queries.consumer_release(n_was)
-            ds, dv = _gradients_of(
-                (s, dp_pending), dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
-            )
-        q = queries.tile(n).reshape([PASS, WIDTH])
-        dk, ds = wait_for_sums(ask_for_sums(ds, q, dk, OPTIONS), ds)
+            if AT_ONCE:
+                dp_pending = ask_for_dp(v, zeros, n, row, pipelines, OPTIONS)
+                dv_pending, dk_pending = _ask_for_both(p16, ds, (dk, dv), n_was, pipelines, OPTIONS)
+                s = warpgroup_mma_wait(3, deps=[s_pending])
+                p_next, ds_next = _start_gradients(
+                    (s, dp_pending), n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 2
+                )
+                dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv_pending, dk_pending, p16, ds])
+                douts.consumer_release(n_was)
+                queries.consumer_release(n_was)
+                p16 = p_next
+                ds = ds_next
+            else:
+                dk_pending = ask_for_sums(ds, q_was, dk, OPTIONS)
+                dp_pending = ask_for_dp(v, zeros, n, row, pipelines, OPTIONS)
+                s, dk, ds = wait_for_scores_and_sums(s_pending, dk_pending, ds)
+                queries.consumer_release(n_was)
+                ds, dv = _gradients_of(
+                    (s, dp_pending), dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+                )
+        if AT_ONCE:
+            dv_pending, dk_pending = _ask_for_both(p16, ds, (dk, dv), n, pipelines, OPTIONS)
+            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv_pending, dk_pending, p16, ds])
+            douts.consumer_release(n)
+        else:
+            q = queries.tile(n).reshape([PASS, OPTIONS.WIDTH])
+            dk, ds = wait_for_sums(ask_for_sums(ds, q, dk, OPTIONS), ds)
         queries.consumer_release(n)
-        n = pass_by(pipelines, n + 1, steps - skipped - seen)
+        n = pass_by(queries, douts, n + 1, steps - skipped - seen)
     return dk, dv, n
 
 
@@ -154,9 +191,7 @@ def _three_results(
     the columns of dQ that this consumer computes."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    COLUMNS: gl.constexpr = OPTIONS.WIDTH // OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
@@ -170,7 +205,7 @@ def _three_results(
         for m in range(steps):
             row = first + m * PASS
             q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
-            dout = douts.tile(n).reshape([PASS, WIDTH_V])
+            dout = douts.tile(n).reshape([PASS, OPTIONS.WIDTH_V])
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             douts.consumer_wait(n)
             dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -204,14 +239,11 @@ def _three_results(
 @gluon.jit
 def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """As consumer INDEX, compute dK and dV of every tile's keys from number INDEX * STAY on."""
-    STAY: gl.constexpr = OPTIONS.STAY
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    TILE: gl.constexpr = OPTIONS.TILE
+    STAY: gl.constexpr = OPTIONS.STAY
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
     DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.PASS, 16])
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
@@ -222,27 +254,26 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     dtype: gl.constexpr = pipelines.q.tiles.dtype
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        first = info.get(tile, FIRST_PASS)
-        first_key = info.get(tile, FIRST_STAY) + INDEX * STAY
-        context_len = info.get(tile, CONTEXT_LEN)
-        keys = first_key, context_len, info.get(tile, KEY_LEN)
-        head = info.get(tile, HEAD) * GROUP_SIZE
+        first = info.get(tile, FIELD.FIRST_PASS)
+        first_key = info.get(tile, FIELD.FIRST_STAY) + INDEX * STAY
+        context_len = info.get(tile, FIELD.CONTEXT_LEN)
+        keys = first_key, context_len, info.get(tile, FIELD.KEY_LEN)
+        head = info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE
         statistics_tile = 0
         if DQ_SUMS == BY_LANE:
-            statistics_tile = info.get(tile, STATISTICS_TILE)
+            statistics_tile = info.get(tile, FIELD.STATISTICS_TILE)
         first_live = 0
         if OPTIONS.HAS_RIGHT:
-            first_live = info.get(tile, FIRST_LIVE)
+            first_live = info.get(tile, FIELD.FIRST_LIVE)
         b = 0
         if params.pointers.alibi_slopes is not None:
-            b = info.get(tile, BATCH)
-        query_len = info.get(tile, QUERY_LEN)
+            b = info.get(tile, FIELD.BATCH)
+        query_len = info.get(tile, FIELD.QUERY_LEN)
         claims.consumer_release(tile)
-        k_tile = pipelines.k.tile(tile).reshape([TILE, WIDTH])
-        v_tile = pipelines.v.tile(tile).reshape([TILE, WIDTH_V])
+        k_tile = pipelines.k.tile(tile).reshape([OPTIONS.TILE, WIDTH])
+        v_tile = pipelines.v.tile(tile).reshape([OPTIONS.TILE, WIDTH_V])
         k = k_tile.slice(INDEX * STAY, STAY, dim=0)
         v = v_tile.slice(INDEX * STAY, STAY, dim=0)
         own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
@@ -265,13 +296,12 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
         if DQ_SUMS == NONE:
             used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
-            two: gl.constexpr = two_results_at_once if OPTIONS.AT_ONCE else _two_results
             if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
-                dk, dv, n = two(
+                dk, dv, n = _two_results(
                     operands, results, n, used, of_tile, params, pipelines, OPTIONS, False
                 )
             else:
-                dk, dv, n = two(
+                dk, dv, n = _two_results(
                     operands, results, n, used, of_tile, params, pipelines, OPTIONS, True
                 )
         else:
@@ -289,5 +319,4 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)

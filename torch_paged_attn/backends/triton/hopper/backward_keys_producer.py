@@ -9,22 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from torch_paged_attn.backends.triton.hopper.backward_work import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_LIVE,
-    FIRST_PASS,
-    FIRST_STAY,
-    HEAD,
-    K_START,
-    KEY_LEN,
-    Q_START,
-    QUERY_LEN,
+    FIELD,
     STATISTICS_ROWS,
-    STATISTICS_TILE,
-    STEPS,
-    STOP_STAY,
+    end_claims,
     load_entry,
     publish,
+    steps_of,
 )
 from torch_paged_attn.backends.triton.hopper.sums import add_part
 from torch_paged_attn.backends.triton.hopper.tma import async_load, load_rows, store_rows
@@ -34,11 +24,9 @@ from torch_paged_attn.backends.triton.hopper.tma import async_load, load_rows, s
 def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
     """Claim tiles of keys until there are none. For each, write its numbers for the other warps,
     and load the queries that pass by and their statistics."""
-    TILE: gl.constexpr = OPTIONS.TILE
     PASS: gl.constexpr = OPTIONS.PASS
     ROWS: gl.constexpr = STATISTICS_ROWS
     PARTS: gl.constexpr = ROWS // PASS  # fills that share a tile of statistics
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     pointers, scalars, info, claims = (
         params.pointers, params.scalars, pipelines.info, pipelines.claims,
     )  # fmt: skip
@@ -61,30 +49,30 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
             first = gl.maximum(first_key - context_len - scalars.window_right, 0)
             first = first // ROWS * ROWS
         if OPTIONS.HAS_LEFT:
-            last_key = gl.minimum(first_key + TILE, key_len) - 1
+            last_key = gl.minimum(first_key + OPTIONS.TILE, key_len) - 1
             stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
         steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
         steps = gl.where(first_key < key_len, steps, 0)
         statistics_tile = gl.load(pointers.cu_seqlens_q + b) // ROWS + b + first // ROWS
 
         claims.producer_acquire(tile)
-        info.put(tile, STEPS, steps)
-        info.put(tile, FIRST_PASS, first)
-        info.put(tile, FIRST_STAY, first_key)
-        info.put(tile, HEAD, kv_head)
-        info.put(tile, Q_START, q_start)
-        info.put(tile, QUERY_LEN, query_len)
-        info.put(tile, K_START, k_start)
-        info.put(tile, KEY_LEN, key_len)
-        info.put(tile, CONTEXT_LEN, context_len)
-        info.put(tile, STOP_STAY, stop_key)
-        info.put(tile, STATISTICS_TILE, statistics_tile)
-        info.put(tile, BATCH, b)
-        info.put(tile, FIRST_LIVE, first_live)
+        info.put(tile, FIELD.STEPS, steps)
+        info.put(tile, FIELD.FIRST_PASS, first)
+        info.put(tile, FIELD.FIRST_STAY, first_key)
+        info.put(tile, FIELD.HEAD, kv_head)
+        info.put(tile, FIELD.Q_START, q_start)
+        info.put(tile, FIELD.QUERY_LEN, query_len)
+        info.put(tile, FIELD.K_START, k_start)
+        info.put(tile, FIELD.KEY_LEN, key_len)
+        info.put(tile, FIELD.CONTEXT_LEN, context_len)
+        info.put(tile, FIELD.STOP_STAY, stop_key)
+        info.put(tile, FIELD.STATISTICS_TILE, statistics_tile)
+        info.put(tile, FIELD.BATCH, b)
+        info.put(tile, FIELD.FIRST_LIVE, first_live)
         publish(claims, tile)
 
-        for g in range(GROUP_SIZE):
-            head = kv_head * GROUP_SIZE + g
+        for g in range(OPTIONS.GROUP_SIZE):
+            head = kv_head * OPTIONS.GROUP_SIZE + g
             of_head = head * params.sizes.statistics_tiles + statistics_tile
             for m in range(steps):
                 pipelines.q.producer_acquire(n)
@@ -101,26 +89,22 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
         tile += 1
         unit = gl.atomic_add(pointers.tile_list, 1) + programs
 
-    claims.producer_acquire(tile)
-    info.put(tile, STEPS, -1)
-    publish(claims, tile)
+    end_claims(pipelines, tile)
 
 
 @gluon.jit
 def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
     """Load the gradients of the result, of the queries that pass by each tile."""
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
-        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
+        q_start, query_len = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.QUERY_LEN)
+        first, kv_head = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.HEAD)
         claims.consumer_release(tile)
-        for g in range(GROUP_SIZE):
-            head = kv_head * GROUP_SIZE + g
+        for g in range(OPTIONS.GROUP_SIZE):
+            head = kv_head * OPTIONS.GROUP_SIZE + g
             for m in range(steps):
                 pipelines.dout.producer_acquire(n)
                 barrier = pipelines.dout.full_barrier(n)
@@ -130,16 +114,15 @@ def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
                 load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
                 n += 1
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)
 
 
 @gluon.jit
 def _load_keys(params, pipelines, tile):
     """Load keys and values of a tile."""
     info, keys, values = pipelines.info, pipelines.k, pipelines.v
-    k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
-    first_key, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+    k_start, key_len = info.get(tile, FIELD.K_START), info.get(tile, FIELD.KEY_LEN)
+    first_key, head = info.get(tile, FIELD.FIRST_STAY), info.get(tile, FIELD.HEAD)
     barrier = keys.full_barrier(tile)
     mbarrier.expect(barrier, params.k_desc.block_type.nbytes)
     load_rows(params.k_desc, k_start, key_len, first_key, head, barrier, keys.tile(tile))
@@ -168,20 +151,18 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
     info, claims = pipelines.info, pipelines.claims
     tile = 0
     start, stop, first, head = 0, 0, 0, 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
         _load_keys(params, pipelines, tile)
         if AHEAD > 0 and tile > 0:
             _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
-        start, stop = info.get(tile, K_START), info.get(tile, STOP_STAY)
-        first, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+        start, stop = info.get(tile, FIELD.K_START), info.get(tile, FIELD.STOP_STAY)
+        first, head = info.get(tile, FIELD.FIRST_STAY), info.get(tile, FIELD.HEAD)
         claims.consumer_release(tile)
         if AHEAD == 0:
             _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS)
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)
     if AHEAD > 0 and tile > 0:
         _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
 
@@ -189,21 +170,21 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
 @gluon.jit
 def add_parts(params, pipelines, OPTIONS: gl.constexpr):
     """Have the accelerator add to the sums of dQ each part that the consumers leave, BY_BOX."""
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        first, head = info.get(tile, STATISTICS_TILE), info.get(tile, HEAD) * GROUP_SIZE
+        first, head = (
+            info.get(tile, FIELD.STATISTICS_TILE),
+            info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE,
+        )
         claims.consumer_release(tile)
-        for g in range(GROUP_SIZE):
+        for g in range(OPTIONS.GROUP_SIZE):
             of_head = (head + g) * params.sizes.statistics_tiles + first
             for m in range(steps):
                 add_part(params, pipelines.sums, n, of_head + m, OPTIONS)
                 n += 1
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)
     tma.store_wait(0)

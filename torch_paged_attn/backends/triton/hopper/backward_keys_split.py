@@ -16,17 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.backward_key_steps import meet
-from torch_paged_attn.backends.triton.hopper.backward_work import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_LIVE,
-    FIRST_PASS,
-    FIRST_STAY,
-    HEAD,
-    KEY_LEN,
-    STEPS,
-    slope_of,
-)
+from torch_paged_attn.backends.triton.hopper.backward_work import FIELD, slope_of, steps_of
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
@@ -40,15 +30,12 @@ def _ask_for_scores(
 ):
     """Ask for S^T and dP^T of a consumer's half of the queries of fill n, whose first is `row`."""
     STAY: gl.constexpr = OPTIONS.STAY
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    HALF: gl.constexpr = PASS // OPTIONS.CONSUMERS
+    HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     zeros = gl.zeros([STAY, HALF], gl.float32, scores)
     queries, douts = pipelines.q, pipelines.dout
-    q = queries.tile(n).reshape([PASS, WIDTH])
-    dout = douts.tile(n).reshape([PASS, WIDTH_V])
+    q = queries.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH])
+    dout = douts.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V])
     queries.consumer_wait(n)
     if OPTIONS.HAS_RIGHT and row < first_live:
         clear_before(q, first_live - row)
@@ -103,15 +90,11 @@ def _columns_of(width, columns, consumers, index):
 @gluon.jit
 def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Ask for the products that the queries of fill n add to a consumer's columns of dK and dV."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    COLUMNS: gl.constexpr = _columns_of(WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
-    COLUMNS_V: gl.constexpr = WIDTH_V // CONSUMERS
-    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
-    q = q.slice(INDEX * WIDTH // CONSUMERS, COLUMNS, dim=1)
-    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    COLUMNS: gl.constexpr = _columns_of(OPTIONS.WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
+    COLUMNS_V: gl.constexpr = OPTIONS.WIDTH_V // OPTIONS.CONSUMERS
+    q = pipelines.q.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH])
+    q = q.slice(INDEX * OPTIONS.WIDTH // OPTIONS.CONSUMERS, COLUMNS, dim=1)
+    dout = pipelines.dout.tile(n).reshape([OPTIONS.PASS, OPTIONS.WIDTH_V])
     dout = dout.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1)
     at = n % OPTIONS.DS_STAGES
     dv = warpgroup_mma(pipelines.p.index(at), dout, dv, is_async=True)
@@ -123,13 +106,9 @@ def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """As consumer INDEX, compute its share of the columns of dK and dV of every tile."""
     STAY: gl.constexpr = OPTIONS.STAY
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    FIRST: gl.constexpr = WIDTH // OPTIONS.CONSUMERS * INDEX
-    COLUMNS: gl.constexpr = _columns_of(WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
-    COLUMNS_V: gl.constexpr = WIDTH_V // OPTIONS.CONSUMERS
-    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    FIRST: gl.constexpr = OPTIONS.WIDTH // OPTIONS.CONSUMERS * INDEX
+    COLUMNS: gl.constexpr = _columns_of(OPTIONS.WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
+    COLUMNS_V: gl.constexpr = OPTIONS.WIDTH_V // OPTIONS.CONSUMERS
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_V, 16])
     HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
@@ -139,22 +118,21 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
     dtype: gl.constexpr = pipelines.k.tiles.dtype
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
-        first_key = info.get(tile, FIRST_STAY)
-        context_len, kv_head = info.get(tile, CONTEXT_LEN), info.get(tile, HEAD)
+        first, key_len = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.KEY_LEN)
+        first_key = info.get(tile, FIELD.FIRST_STAY)
+        context_len, kv_head = info.get(tile, FIELD.CONTEXT_LEN), info.get(tile, FIELD.HEAD)
         first_live = 0
         if OPTIONS.HAS_RIGHT:
-            first_live = info.get(tile, FIRST_LIVE)
+            first_live = info.get(tile, FIELD.FIRST_LIVE)
         b = 0
         if params.pointers.alibi_slopes is not None:
-            b = info.get(tile, BATCH)
+            b = info.get(tile, FIELD.BATCH)
         claims.consumer_release(tile)
         keys = first_key, context_len, key_len
-        k = pipelines.k.tile(tile).reshape([STAY, WIDTH])
-        v = pipelines.v.tile(tile).reshape([STAY, WIDTH_V])
+        k = pipelines.k.tile(tile).reshape([STAY, OPTIONS.WIDTH])
+        v = pipelines.v.tile(tile).reshape([STAY, OPTIONS.WIDTH_V])
         pipelines.k.consumer_wait(tile)
         pipelines.v.consumer_wait(tile)
         if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
@@ -165,8 +143,8 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
             v_operand = v.load(stays)
         dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
         dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
-        for g in range(GROUP_SIZE):
-            slope = slope_of(b, kv_head * GROUP_SIZE + g, params)
+        for g in range(OPTIONS.GROUP_SIZE):
+            slope = slope_of(b, kv_head * OPTIONS.GROUP_SIZE + g, params)
             if steps > 0:
                 s_pending, dp_pending = _ask_for_scores(
                     pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
@@ -179,7 +157,7 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                 _leave_gradient(weight, dp, pipelines, n, OPTIONS, INDEX)
                 meet()
                 for m in range(1, steps):
-                    row = first + m * PASS
+                    row = first + m * OPTIONS.PASS
                     dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
                     s_pending, dp_pending = _ask_for_scores(
                         pipelines, n + 1, row, first_live, k, v_operand, OPTIONS, INDEX
@@ -205,5 +183,4 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
         fence_async_shared()
         mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)

@@ -24,20 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.backward_work import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_PASS,
-    FIRST_STAY,
-    HEAD,
-    K_START,
-    KEY_LEN,
-    Q_START,
-    STATISTICS_TILE,
-    STEPS,
-    STOP_STAY,
+    FIELD,
+    end_claims,
     load_entry,
+    pass_by,
     publish,
     slope_of,
+    steps_of,
 )
 from torch_paged_attn.backends.triton.hopper.column_parts import (
     as_operand,
@@ -92,8 +85,9 @@ def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.const
 
 
 @gluon.jit
-def _load_passing(desc, pipeline, n, start, size, first, head, OPTIONS: gl.constexpr):
-    """Load fill n, a tile of keys or of values; the rows are given as for `_load_stay`."""
+def _load_passing(desc, pipeline, n, start, size, first, head):
+    """Load fill n: rows from `first` on, of a sequence that begins at row `start` and has `size`
+    rows."""
     pipeline.producer_acquire(n)
     barrier = pipeline.full_barrier(n)
     mbarrier.expect(barrier, desc.block_type.nbytes)
@@ -104,7 +98,6 @@ def _load_passing(desc, pipeline, n, start, size, first, head, OPTIONS: gl.const
 def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
     """Claim tiles of queries until there are none. For each, write its numbers for the other warps,
     and load its queries and the keys that pass by."""
-    PASS: gl.constexpr = OPTIONS.PASS
     pointers, scalars, info, claims = (
         params.pointers, params.scalars, pipelines.info, pipelines.claims,
     )  # fmt: skip
@@ -125,21 +118,21 @@ def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
             first = gl.maximum(context_len + first_token - scalars.window_left, 0)
         if OPTIONS.HAS_RIGHT:
             stop = gl.minimum(stop, context_len + stop_token + scalars.window_right)
-        steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+        steps = gl.maximum((stop - first + OPTIONS.PASS - 1) // OPTIONS.PASS, 0)
         statistics_tile = gl.load(pointers.cu_seqlens_q + b) // 64 + b
 
         claims.producer_acquire(tile)
-        info.put(tile, STEPS, steps)
-        info.put(tile, FIRST_PASS, first)
-        info.put(tile, FIRST_STAY, first_token)
-        info.put(tile, HEAD, head)
-        info.put(tile, Q_START, q_start)
-        info.put(tile, K_START, k_start)
-        info.put(tile, KEY_LEN, key_len)
-        info.put(tile, CONTEXT_LEN, context_len)
-        info.put(tile, STOP_STAY, stop_token)
-        info.put(tile, STATISTICS_TILE, statistics_tile)
-        info.put(tile, BATCH, b)
+        info.put(tile, FIELD.STEPS, steps)
+        info.put(tile, FIELD.FIRST_PASS, first)
+        info.put(tile, FIELD.FIRST_STAY, first_token)
+        info.put(tile, FIELD.HEAD, head)
+        info.put(tile, FIELD.Q_START, q_start)
+        info.put(tile, FIELD.K_START, k_start)
+        info.put(tile, FIELD.KEY_LEN, key_len)
+        info.put(tile, FIELD.CONTEXT_LEN, context_len)
+        info.put(tile, FIELD.STOP_STAY, stop_token)
+        info.put(tile, FIELD.STATISTICS_TILE, statistics_tile)
+        info.put(tile, FIELD.BATCH, b)
         publish(claims, tile)
 
         _load_stay(
@@ -147,74 +140,59 @@ def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
         )
         kv_head = head // OPTIONS.GROUP_SIZE
         for m in range(steps):
-            key = first + m * PASS
-            _load_passing(params.k_desc, pipelines.k, n, k_start, key_len, key, kv_head, OPTIONS)
+            key = first + m * OPTIONS.PASS
+            _load_passing(params.k_desc, pipelines.k, n, k_start, key_len, key, kv_head)
             n += 1
         tile += 1
         unit = gl.atomic_add(pointers.tile_list, 1) + programs
 
-    claims.producer_acquire(tile)
-    info.put(tile, STEPS, -1)
-    publish(claims, tile)
+    end_claims(pipelines, tile)
 
 
 @gluon.jit
 def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
     """Load the gradients of the result and the values for every tile that is published."""
-    PASS: gl.constexpr = OPTIONS.PASS
     info, claims = pipelines.info, pipelines.claims
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
-        k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
-        first, first_token = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
-        head = info.get(tile, HEAD)
+        q_start, stop_token = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.STOP_STAY)
+        k_start, key_len = info.get(tile, FIELD.K_START), info.get(tile, FIELD.KEY_LEN)
+        first, first_token = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.FIRST_STAY)
+        head = info.get(tile, FIELD.HEAD)
         claims.consumer_release(tile)
         _load_stay(
             params.dout_desc, pipelines.dout, tile, q_start, stop_token, first_token, head, OPTIONS
         )
         kv_head = head // OPTIONS.GROUP_SIZE
         for m in range(steps):
-            key = first + m * PASS
-            _load_passing(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head, OPTIONS)
+            key = first + m * OPTIONS.PASS
+            _load_passing(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head)
             n += 1
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)
 
 
 @gluon.jit
 def _seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
     """Which tiles of the keys that pass by the STAY queries from `first_token` on see: how many
     come before the first one, and how many they see."""
-    PASS: gl.constexpr = OPTIONS.PASS
     scalars = params.scalars
-    first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
-    context_len, stop_token = info.get(tile, CONTEXT_LEN), info.get(tile, STOP_STAY)
+    first, key_len = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.KEY_LEN)
+    context_len, stop_token = info.get(tile, FIELD.CONTEXT_LEN), info.get(tile, FIELD.STOP_STAY)
     last = gl.minimum(first_token + OPTIONS.STAY, stop_token)
     skipped = 0
     stop = key_len
     if OPTIONS.HAS_LEFT:
-        skipped = gl.maximum(context_len + first_token - scalars.window_left - first, 0) // PASS
+        skipped = (
+            gl.maximum(context_len + first_token - scalars.window_left - first, 0) // OPTIONS.PASS
+        )
     if OPTIONS.HAS_RIGHT:
         stop = gl.minimum(stop, context_len + last + scalars.window_right)
-    steps = gl.maximum((stop - first + PASS - 1) // PASS - skipped, 0)
+    steps = gl.maximum((stop - first + OPTIONS.PASS - 1) // OPTIONS.PASS - skipped, 0)
     steps = gl.where(first_token < stop_token, steps, 0)
-    return gl.minimum(skipped, info.get(tile, STEPS) - steps), steps
-
-
-@gluon.jit
-def _pass_by(pipelines, n, count):
-    """Release fills n to n + count, which a consumer does not need."""
-    for i in range(n, n + count):
-        pipelines.k.consumer_wait(i)
-        pipelines.k.consumer_release(i)
-        pipelines.v.consumer_wait(i)
-        pipelines.v.consumer_release(i)
-    return n + count
+    return gl.minimum(skipped, info.get(tile, FIELD.STEPS) - steps), steps
 
 
 @gluon.jit
@@ -235,22 +213,20 @@ def _go_on(
     among the tiles that the rows see. Returns dQ with the parts of all fills but the last one, dS
     of that one, and its number. Without MAY_HIDE each of the rows sees each of the keys."""
     q, dout, lse, start, slope, first_key, position, key_len = rows
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     keys, values = pipelines.k, pipelines.v
     dtype: gl.constexpr = keys.tiles.dtype
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     for i in range(tiles[0], tiles[1]):
         keys.consumer_wait(n + 1)
-        k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
+        k_next = keys.tile(n + 1).reshape([PASS, OPTIONS.WIDTH])
         s_pending = ask_for_scores(q, k_next.permute((1, 0)), zeros, OPTIONS)
         values.consumer_wait(n + 1)
-        v = values.tile(n + 1).reshape([PASS, WIDTH_V])
+        v = values.tile(n + 1).reshape([PASS, OPTIONS.WIDTH_V])
         dp_pending = warpgroup_mma(dout, v.permute((1, 0)), start, is_async=True)
-        k = keys.tile(n).reshape([PASS, WIDTH])
+        k = keys.tile(n).reshape([PASS, OPTIONS.WIDTH])
         dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
         s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
         _, weight = probabilities(
@@ -272,8 +248,6 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     # whether a tile's queries, whose place dQ takes, are released during the next tile's products
@@ -288,19 +262,18 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
     r = gl.arange(0, STAY, score_rows)
     n = 0
     tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
+    steps = steps_of(pipelines, 0)
     while steps >= 0:
-        first_key, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
-        first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
-        position = info.get(tile, CONTEXT_LEN) + first_token
-        head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
+        first_key, key_len = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.KEY_LEN)
+        first_token = info.get(tile, FIELD.FIRST_STAY) + INDEX * STAY
+        position = info.get(tile, FIELD.CONTEXT_LEN) + first_token
+        head, stop_token = info.get(tile, FIELD.HEAD), info.get(tile, FIELD.STOP_STAY)
         skipped, seen_steps = _seen_tiles(info, tile, first_token, params, OPTIONS)
         unseen = steps - skipped - seen_steps
-        number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
+        number = head * params.sizes.statistics_tiles + info.get(tile, FIELD.STATISTICS_TILE)
         b = 0
         if pointers.alibi_slopes is not None:
-            b = info.get(tile, BATCH)
+            b = info.get(tile, FIELD.BATCH)
         slope = slope_of(b, head, params)
         token = first_token + r
         exists = token < stop_token
@@ -308,9 +281,9 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         lse_row = gl.load(at, mask=exists, other=float("inf"))
         lse = gl.expand_dims(lse_row, 1)
         delta = gl.expand_dims(gl.load(at + 64, mask=exists, other=0.0), 1)
-        box = tile % OPTIONS.STAY_STAGES * CONSUMERS + INDEX
+        box = tile % OPTIONS.STAY_STAGES * OPTIONS.CONSUMERS + INDEX
         q = queries.tiles.index(box).reshape([STAY, WIDTH])
-        dout = douts.tiles.index(box).reshape([STAY, WIDTH_V])
+        dout = douts.tiles.index(box).reshape([STAY, OPTIONS.WIDTH_V])
         queries.consumer_wait(tile)
         douts.consumer_wait(tile)
         q_operand = q
@@ -322,7 +295,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             q_operand = q.load(stays)
             queries.consumer_release(tile)
         dq = new_sums(STAY, OPTIONS)
-        n = _pass_by(pipelines, n, skipped)
+        n = pass_by(keys, values, n, skipped)
         first_key += skipped * PASS
         if seen_steps > 0:
             keys.consumer_wait(n)
@@ -333,7 +306,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 q_operand, dout_operand, lse, start, slope, first_key, position, key_len
             )
             values.consumer_wait(n)
-            v = values.tile(n).reshape([PASS, WIDTH_V])
+            v = values.tile(n).reshape([PASS, OPTIONS.WIDTH_V])
             dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
             if LEAVES_LATE and tile > 0:
                 tma.store_wait(0)
@@ -364,11 +337,11 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 tma.store_wait(0)
                 queries.consumer_release(tile - 1)
             _let_go(queries, douts, tile, OPTIONS)
-        n = _pass_by(pipelines, n, unseen)
+        n = pass_by(keys, values, n, unseen)
         # read again and not kept: the loop needs the registers
-        first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
-        q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
-        position, head = info.get(tile, CONTEXT_LEN) + first_token, info.get(tile, HEAD)
+        first_token = info.get(tile, FIELD.FIRST_STAY) + INDEX * STAY
+        q_start, stop_token = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.STOP_STAY)
+        position, head = info.get(tile, FIELD.CONTEXT_LEN) + first_token, info.get(tile, FIELD.HEAD)
         claims.consumer_release(tile)
         # dQ of a row that sees no key is 0. Its sums may be NaN, and with a sink its lse is finite
         if OPTIONS.HAS_RIGHT:
@@ -386,6 +359,5 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             tma.store_wait(0)
             queries.consumer_release(tile)
         tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
+        steps = steps_of(pipelines, tile)
     tma.store_wait(0)

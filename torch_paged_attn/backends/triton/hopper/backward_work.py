@@ -4,22 +4,26 @@ There is one program on each multiprocessor. Its first producer claims one tile 
 longest first, and tells the other warps of it: numbers in shared memory, under the names below.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.work_info import new_work_info, thread_barrier
+from torch_paged_attn.backends.triton.hopper.work_info import Names, new_work_info, thread_barrier
 
 # STEPS: tiles that pass by, from row FIRST_PASS on, for each head that the tile meets; -1: there is
 # no tile. The tile that stays has rows FIRST_STAY to STOP_STAY of its sequence. HEAD: of that tile.
 # STATISTICS_TILE: of row FIRST_PASS if queries pass by, of the sequence's row 0 if queries stay.
 # FIRST_LIVE: queries before this row see no key; only where queries pass by.
-STEPS, FIRST_PASS, FIRST_STAY, HEAD = (gl.constexpr(i) for i in range(4))
-Q_START, QUERY_LEN, K_START, KEY_LEN = (gl.constexpr(i) for i in range(4, 8))
-CONTEXT_LEN, STOP_STAY, STATISTICS_TILE, BATCH = (gl.constexpr(i) for i in range(8, 12))
-FIRST_LIVE = gl.constexpr(12)
+Fields = namedtuple(
+    "Fields",
+    "STEPS FIRST_PASS FIRST_STAY HEAD Q_START QUERY_LEN K_START KEY_LEN"
+    " CONTEXT_LEN STOP_STAY STATISTICS_TILE BATCH FIRST_LIVE",
+)
+FIELD = Names(Fields(*range(len(Fields._fields))))
 
 # rows of a tile of statistics (`backward_statistics.py`)
 STATISTICS_ROWS = gl.constexpr(64)
@@ -68,3 +72,29 @@ def slope_of(b, head, params):
         slope_ptr += head * scalars.stride_alibi_head
         slope = gl.load(slope_ptr, mask=b < params.sizes.batch, other=0.0) * scalars.alibi_scale
     return slope
+
+
+@gluon.jit
+def end_claims(pipelines, tile):
+    """Tell the other warps that there is no tile number `tile`."""
+    pipelines.claims.producer_acquire(tile)
+    pipelines.info.put(tile, FIELD.STEPS, -1)
+    publish(pipelines.claims, tile)
+
+
+@gluon.jit
+def steps_of(pipelines, tile):
+    """Wait for the numbers of a tile. Returns its STEPS."""
+    pipelines.claims.consumer_wait(tile)
+    return pipelines.info.get(tile, FIELD.STEPS)
+
+
+@gluon.jit
+def pass_by(first, second, n, count):
+    """Release fills n to n + count of two pipelines, which a consumer does not need."""
+    for i in range(n, n + count):
+        first.consumer_wait(i)
+        first.consumer_release(i)
+        second.consumer_wait(i)
+        second.consumer_release(i)
+    return n + count

@@ -16,7 +16,6 @@ def find_list(pointers, sizes, layout_head, position, stop, OPTIONS: gl.constexp
     `stop`."""
     KEYS: gl.constexpr = OPTIONS.KEYS_PER_ENTRY
     QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
-    IS_CAUSAL: gl.constexpr = OPTIONS.IS_CAUSAL
     TILE_TOKENS: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     number = position // QUERIES
     exists = (position >= 0) & (number < sizes.lists_per_head) & (stop > 0)
@@ -24,9 +23,9 @@ def find_list(pointers, sizes, layout_head, position, stop, OPTIONS: gl.constexp
     first = gl.load(span, mask=exists, other=0)
     num_entries = gl.load(span + 1, mask=exists, other=0)
     # a causal list of one tile ends there
-    if not IS_CAUSAL or QUERIES > TILE_TOKENS:
+    if not OPTIONS.IS_CAUSAL or QUERIES > TILE_TOKENS:
         low = 0
-        if IS_CAUSAL:
+        if OPTIONS.IS_CAUSAL:
             low = gl.maximum(num_entries - QUERIES // KEYS, 0)
         while low < num_entries:
             middle = (low + num_entries) // 2
@@ -40,11 +39,10 @@ def find_list(pointers, sizes, layout_head, position, stop, OPTIONS: gl.constexp
 @gluon.jit
 def row_mask_of(position, stop, OPTIONS: gl.constexpr):
     """The bits of the layout rows of queries [position, stop), all of one list."""
-    Q_BLOCK_SIZE: gl.constexpr = OPTIONS.Q_BLOCK_SIZE
     QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
     start = position & (QUERIES - 1)
     last = gl.maximum(gl.minimum(start + stop - position, QUERIES) - 1, start)
-    return (2 << (last // Q_BLOCK_SIZE)) - (1 << (start // Q_BLOCK_SIZE))
+    return (2 << (last // OPTIONS.Q_BLOCK_SIZE)) - (1 << (start // OPTIONS.Q_BLOCK_SIZE))
 
 
 @gluon.jit
@@ -71,17 +69,16 @@ def first_keys(entries, KEYS_PER_ENTRY: gl.constexpr):
 @gluon.jit
 def spans_of_entries(entries, row_mask, position, key_len, OPTIONS: gl.constexpr):
     """First key of each entry's run, and the end of the keys that some row of `row_mask` sees."""
-    Q_BLOCK_SIZE: gl.constexpr = OPTIONS.Q_BLOCK_SIZE
     QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
     stops = ()
     for i in gl.static_range(len(entries)):
         rows = entries[i] & row_mask
         stop = gl.where(rows != 0, key_len, 0)
-        if OPTIONS.IS_CAUSAL and OPTIONS.KEYS_PER_ENTRY > Q_BLOCK_SIZE:
+        if OPTIONS.IS_CAUSAL and OPTIONS.KEYS_PER_ENTRY > OPTIONS.Q_BLOCK_SIZE:
             # rows that end within the block: what comes after the last one nobody may see
             last = 0
-            for r in gl.static_range(QUERIES // Q_BLOCK_SIZE):
-                row_stop = (position & -QUERIES) + (r + 1) * Q_BLOCK_SIZE
+            for r in gl.static_range(QUERIES // OPTIONS.Q_BLOCK_SIZE):
+                row_stop = (position & -QUERIES) + (r + 1) * OPTIONS.Q_BLOCK_SIZE
                 last = gl.where((rows >> r) & 1 != 0, row_stop, last)
             stop = gl.minimum(stop, last)
         stops = stops + (stop,)  # type: ignore[assignment]  # noqa: RUF005

@@ -42,9 +42,9 @@ def new_sums(ROWS: gl.constexpr, OPTIONS: gl.constexpr):
 @gluon.jit
 def as_operand(rows, OPTIONS: gl.constexpr):
     """Rows in registers, as `ask_for_sums` takes them."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
-    return gl.convert_layout(rows, gl.DotOperandLayout(0, _layout(WIDTH, COLUMNS, 0), 2))
+    return gl.convert_layout(
+        rows, gl.DotOperandLayout(0, _layout(OPTIONS.WIDTH, OPTIONS.COLUMNS, 0), 2)
+    )
 
 
 @gluon.jit
@@ -93,22 +93,22 @@ def wait_for_scores_and_sums(scores, pending, rows):
 @gluon.jit
 def store_parts(sums, to, scale, OPTIONS: gl.constexpr):
     """Store sums times scale to shared memory, (rows, WIDTH)."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
     for i in gl.static_range(len(sums)):
-        to.slice(_first(WIDTH, COLUMNS, i), _size(WIDTH, COLUMNS, i), dim=1).store(
-            (sums[i] * scale).to(to.dtype)
-        )
+        to.slice(
+            _first(OPTIONS.WIDTH, OPTIONS.COLUMNS, i),
+            _size(OPTIONS.WIDTH, OPTIONS.COLUMNS, i),
+            dim=1,
+        ).store((sums[i] * scale).to(to.dtype))
 
 
 @gluon.jit
 def store_sums(sums, to, seen, scale, OPTIONS: gl.constexpr):
     """Store sums times scale to shared memory, (rows, WIDTH), and 0 in rows that are not `seen`."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
     for i in gl.static_range(len(sums)):
         of_part = gl.expand_dims(gl.convert_layout(seen, gl.SliceLayout(1, sums[i].type.layout)), 1)
         part = gl.where(of_part, sums[i] * scale, 0.0)
-        to.slice(_first(WIDTH, COLUMNS, i), _size(WIDTH, COLUMNS, i), dim=1).store(
-            part.to(to.dtype)
-        )
+        to.slice(
+            _first(OPTIONS.WIDTH, OPTIONS.COLUMNS, i),
+            _size(OPTIONS.WIDTH, OPTIONS.COLUMNS, i),
+            dim=1,
+        ).store(part.to(to.dtype))

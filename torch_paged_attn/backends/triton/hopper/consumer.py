@@ -57,22 +57,7 @@ from torch_paged_attn.backends.triton.hopper.token_scales import (
     OF_VALUES,
     scale_columns,
 )
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_ENTRY,
-    FIRST_KEY,
-    FIRST_TOKEN,
-    HEAD,
-    KEY_LEN,
-    KV_STOP,
-    NUM_ENTRIES,
-    NUM_KV_TILES,
-    PIECES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # the named barrier of consumer 0, then those of the others: Triton uses the first few for its own
 PINGPONG_BARRIER = gl.constexpr(8)
@@ -158,19 +143,18 @@ def clear_from(tile, first):
 def read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    TOKENS: gl.constexpr = OPTIONS.TOKENS
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
-    first_key = work_info.get(tile, FIRST_KEY)
-    kv_start = work_info.get(tile, KV_STOP) - OPTIONS.KV_STEP
-    key_len = work_info.get(tile, KEY_LEN)
-    q_start = work_info.get(tile, Q_START)
-    stop_token = work_info.get(tile, STOP_TOKEN)
-    first_token = work_info.get(tile, FIRST_TOKEN) + INDEX * TOKENS
-    head = work_info.get(tile, HEAD)
+    first_key = work_info.get(tile, WORD.FIRST_KEY)
+    kv_start = work_info.get(tile, WORD.KV_STOP) - OPTIONS.KV_STEP
+    key_len = work_info.get(tile, WORD.KEY_LEN)
+    q_start = work_info.get(tile, WORD.Q_START)
+    stop_token = work_info.get(tile, WORD.STOP_TOKEN)
+    first_token = work_info.get(tile, WORD.FIRST_TOKEN) + INDEX * OPTIONS.TOKENS
+    head = work_info.get(tile, WORD.HEAD)
     box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.ROW_GROUPS + INDEX)
-    context_len = work_info.get(tile, CONTEXT_LEN)
+    context_len = work_info.get(tile, WORD.CONTEXT_LEN)
     position = context_len + first_token + r // HEADS
-    b = work_info.get(tile, BATCH)
+    b = work_info.get(tile, WORD.BATCH)
     is_sequence = of_heads((r >= 0) & (b < params.sizes.batch), r, OPTIONS)
     slope = 0.0
     if pointers.alibi_slopes is not None:
@@ -180,7 +164,7 @@ def read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.const
     full_start = 0
     full_stop = key_len
     if OPTIONS.HAS_LEFT:
-        full_start = context_len + first_token + TOKENS - 1 - scalars.window_left
+        full_start = context_len + first_token + OPTIONS.TOKENS - 1 - scalars.window_left
     if OPTIONS.HAS_RIGHT:
         full_stop = gl.minimum(key_len, context_len + first_token + scalars.window_right + 1)
     list_ptr = 0
@@ -192,9 +176,9 @@ def read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.const
     num_entries = 0
     row_mask = 0
     if OPTIONS.HAS_LAYOUT:
-        num_entries = work_info.get(tile, NUM_ENTRIES)
-        list_ptr = pointers.entries + work_info.get(tile, FIRST_ENTRY)
-        stop = gl.minimum(first_token + TOKENS, stop_token)
+        num_entries = work_info.get(tile, WORD.NUM_ENTRIES)
+        list_ptr = pointers.entries + work_info.get(tile, WORD.FIRST_ENTRY)
+        stop = gl.minimum(first_token + OPTIONS.TOKENS, stop_token)
         row_mask = row_mask_of(context_len + first_token, context_len + stop, OPTIONS)
     return Rows(
         first_key, kv_start, key_len, q_start, stop_token, first_token, head, box, is_sequence,
@@ -224,7 +208,7 @@ def leave_result(
     acc, m_i, total = sums
     work_info = pipelines.work_info
     stop_token = rows.stop_token
-    if OPTIONS.MOST_PARTS > 0 and pieces_in(work_info.get(tile, PIECES), OPTIONS) > 1:
+    if OPTIONS.MOST_PARTS > 0 and pieces_in(work_info.get(tile, WORD.PIECES), OPTIONS) > 1:
         if OPTIONS.MERGED_COLUMNS > 0:
             stop_token = merge_shared(sums, rows, params, work_info, tile, OPTIONS, INDEX)
         else:
@@ -247,9 +231,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    PINGPONG: gl.constexpr = OPTIONS.PINGPONG
-    KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
     IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
     STRETCH: gl.constexpr = OPTIONS.STRETCH
@@ -266,10 +247,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
     tile = 0
-    if PINGPONG and INDEX == CONSUMERS - 1:
-        _pingpong_arrive(INDEX, CONSUMERS)
+    if OPTIONS.PINGPONG and INDEX == OPTIONS.CONSUMERS - 1:
+        _pingpong_arrive(INDEX, OPTIONS.CONSUMERS)
     queries.consumer_wait(0)
-    num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
+    num_kv_tiles = pipelines.work_info.get(0, WORD.NUM_KV_TILES)
     while num_kv_tiles > 0:
         rows = read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
         out = rows.box
@@ -312,10 +293,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         p = gl.convert_layout(p.to(dtype), operand)
 
         for _ in range(1, num_kv_tiles):
-            kv_start -= KV_STEP
+            kv_start -= OPTIONS.KV_STEP
             runs = _runs_of(rows, kv_start, OPTIONS)
             keys.consumer_wait_for(n + 1, OPTIONS.GATHERS)
-            if PINGPONG:
+            if OPTIONS.PINGPONG:
                 _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = ask_for_scores(q, k, zeros, OPTIONS)
@@ -327,8 +308,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             else:
                 acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
-            if PINGPONG:
-                _pingpong_arrive(INDEX, CONSUMERS)
+            if OPTIONS.PINGPONG:
+                _pingpong_arrive(INDEX, OPTIONS.CONSUMERS)
             if STRETCH > 0 and kv_start < stretch_start:
                 # what was asked for ends a stretch: its sums are left after the next scores
                 stretch_start = first_key_with(kv_start, STRETCH)
@@ -409,5 +390,5 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             queries.consumer_release(tile)
         tile += 1
         queries.consumer_wait(tile)
-        num_kv_tiles = pipelines.work_info.get(tile, NUM_KV_TILES)
+        num_kv_tiles = pipelines.work_info.get(tile, WORD.NUM_KV_TILES)
     tma.store_wait(0)

@@ -22,7 +22,7 @@ from torch_paged_attn.backends.triton.hopper.producer import key_range_of
 from torch_paged_attn.backends.triton.hopper.results import seen_as
 from torch_paged_attn.backends.triton.hopper.tma import boxes
 from torch_paged_attn.backends.triton.hopper.token_scales import keep_scales, load_scales
-from torch_paged_attn.backends.triton.hopper.work_info import FIRST_KEY, KV_STOP, NUM_KV_TILES
+from torch_paged_attn.backends.triton.hopper.work_info import WORD
 
 # registers of a converter's thread, and the rows that it converts at a time
 CONVERTER_REGISTERS = gl.constexpr(56)
@@ -147,12 +147,12 @@ def convert_tiles(params, pipelines, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     work_info.wait(0)
-    num_kv_tiles = work_info.get(0, NUM_KV_TILES)
+    num_kv_tiles = work_info.get(0, WORD.NUM_KV_TILES)
     while num_kv_tiles > 0:
         # the first row of a tile of values that is seen; only a window hides rows before it
         first = 0
         if HAS_LEFT:
-            first = work_info.get(tile, FIRST_KEY) - work_info.get(tile, KV_STOP)
+            first = work_info.get(tile, WORD.FIRST_KEY) - work_info.get(tile, WORD.KV_STOP)
         loaded = 0
         if OPTIONS.BY_TOKEN:
             keys, start = key_range_of(params, work_info, tile, OPTIONS)
@@ -176,4 +176,4 @@ def convert_tiles(params, pipelines, OPTIONS: gl.constexpr):
             n += 1
         tile += 1
         work_info.wait(tile)
-        num_kv_tiles = work_info.get(tile, NUM_KV_TILES)
+        num_kv_tiles = work_info.get(tile, WORD.NUM_KV_TILES)

@@ -63,7 +63,6 @@ def _add(a, b):
 def sequence_of(b, params, OPTIONS: gl.constexpr):
     """Sequence b of a paged batch. The rows past the last one are one more, without keys."""
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     pointers, sizes = params.pointers, params.sizes
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     # rows nobody checked must not lead outside the tensors
@@ -76,8 +75,8 @@ def sequence_of(b, params, OPTIONS: gl.constexpr):
     key_len = gl.where(b < sizes.batch, key_len, 0)
     first = key_len * 0
     if OPTIONS.HAS_LEFT:
-        first = gl.maximum(key_len - query_len - params.scalars.window_left, 0) // BLOCK_N
-    units = gl.maximum((key_len + BLOCK_N - 1) // BLOCK_N - first, 1)
+        first = gl.maximum(key_len - query_len - params.scalars.window_left, 0) // OPTIONS.BLOCK_N
+    units = gl.maximum((key_len + OPTIONS.BLOCK_N - 1) // OPTIONS.BLOCK_N - first, 1)
     tiles = (query_len + STEP - 1) // STEP
     return Sequence(q_start, query_len, k_start, key_len, tiles, first, units)
 

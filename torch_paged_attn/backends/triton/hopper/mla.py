@@ -20,7 +20,9 @@ from torch_paged_attn.backends.triton.hopper.mla_work import (
     HEAD_DIM,
     HEAD_DIM_V,
     READ_BY_ADDRESS,
+    LatentLaunch,
     combine_launch,
+    keys_of,
     part_elements,
     programs_of,
     sizes_of,
@@ -136,7 +138,7 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    start = mla_bytes.plan_launches(call) if converts(call) else plan_launches(call, results[0])
+    start = plan_launches(call, results[0])
     has_out = call.out is not None
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
@@ -150,21 +152,22 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     return run
 
 
-def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
-    """A function that launches the kernels for calls like this one. It takes the given tensors,
-    their addresses or None, and the tensors for results: one like `out`, and its lse."""
+def _latent_launch(
+    call: AttentionCall, out: Tensor, options: MlaOptions, programs: int
+) -> LatentLaunch:
+    """The launch of the kernel for keys of 16 bits, for calls like this one with a result like
+    `out`."""
     from torch_paged_attn.backends.triton.hopper.mla_kernel import _hopper_mla_fwd_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
-    options = options_of(call)
-    programs = programs_of(call, options)
-    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
-    k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
+    k = keys_of(call)
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
-    q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]
     widths = HALF // options.COLUMN_BOXES, ROPE
-    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in widths]
-    out_boxes = ragged_rows(out, **rows, width=HALF)
+    boxes = [
+        *(("q", ragged_rows(call.q, **rows, width=width)) for width in (HALF, ROPE)),
+        *(("k", ragged_rows(k, options.BOX_ROWS, 1, width)) for width in widths),
+        ("out", ragged_rows(out, **rows, width=HALF)),
+    ]
     scalars = MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
@@ -179,37 +182,41 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         num_warps=4,
         launch_pdl=True,
     )
+    return LatentLaunch(launch, boxes, MlaPointers)
+
+
+def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
+    """A function that launches the kernels for calls like this one. It takes the given tensors,
+    their addresses or None, and the tensors for results: one like `out`, and its lse."""
+    options = options_of(call)
+    programs = programs_of(call, options)
+    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
+    if converts(call):
+        launch, boxes, pointers_of, more = mla_bytes.latent_launch(call, options, programs)
+    else:
+        launch, boxes, pointers_of, more = _latent_launch(call, out, options, programs)
     combine = combine_launch(call, options, programs)
-    # a tensor that is not given is the None that `start` puts behind the given ones
+    # behind the given tensors, `start` puts None for one that is not given, and the result
     names = list(call.given_tensors())
-    places = {name: i for i, name in enumerate(names)}
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
+    places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
+    taken = (*READ_BY_ADDRESS, *more)
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
+    count = len(READ_BY_ADDRESS)
 
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
-        parts = new_parts()
+        parts, to = new_parts(), out.data_ptr()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
-            q_bounds, k_bounds, seqused_k, table = pick((*tensors, None))
-            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts)
             q, k = (x.data_ptr() for x in tensors[:2])
-            launch(
-                *(boxes.at(q) for boxes in q_boxes),
-                *(boxes.at(k) for boxes in k_boxes),
-                out_boxes.at(out.data_ptr()),
-                pointers,
-            )
+            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
+            pointers = pointers_of(lse, *given[:count], parts, *given[count:])
+            launch(*(x.at(at[name]) for name, x in boxes), pointers)
             combine(out, pointers)
             return
-        boxes_at = launch.map_arguments
-        q, k = addresses[:2]
-        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr()
-        launch.start(
-            *boxes_at(0, q_boxes[0], q),
-            *boxes_at(1, q_boxes[1], q),
-            *boxes_at(2, k_boxes[0], k),
-            *boxes_at(3, k_boxes[1], k),
-            *boxes_at(4, out_boxes, out.data_ptr()),
-            memory,
-        )
-        combine.start(out.data_ptr(), memory)
+        boxes_at, given = launch.map_arguments, pick((*addresses, None, to))
+        at = {"q": addresses[0], "k": addresses[1], "out": to}
+        memory = lse.data_ptr(), *given[:count], parts.data_ptr(), *given[count:]
+        maps = [y for i, (name, x) in enumerate(boxes) for y in boxes_at(i, x, at[name])]
+        launch.start(*maps, memory)
+        combine.start(to, memory)
 
     return start

@@ -1,13 +1,6 @@
-"""How the kernel for latent attention with keys of 8 bits is launched: its forms, its options, and
-its plan.
-"""
+"""How the kernel for latent attention with keys of 8 bits is launched: its forms and options."""
 
-import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import PAIRED
@@ -16,18 +9,11 @@ from torch_paged_attn.backends.triton.hopper.mla_arguments import (
     MlaBytesScalars,
     MlaOptions,
 )
-from torch_paged_attn.backends.triton.hopper.mla_work import (
-    READ_BY_ADDRESS,
-    combine_launch,
-    part_elements,
-    programs_of,
-    sizes_of,
-)
+from torch_paged_attn.backends.triton.hopper.mla_work import LatentLaunch, keys_of, sizes_of
 from torch_paged_attn.backends.triton.hopper.support import DESCALES, mean_length
 from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 
 # keys of a block; columns of a box of them; columns that are no values
@@ -98,18 +84,13 @@ def scalars_of(call: AttentionCall) -> MlaBytesScalars:
     )
 
 
-def plan_launches(call: AttentionCall) -> Callable[..., None]:
-    """A function that launches the kernels for calls like this one, as `mla.plan_launches` returns
-    it; `out` has to be contiguous."""
+def latent_launch(call: AttentionCall, options: MlaOptions, programs: int) -> LatentLaunch:
+    """The launch of the kernel for calls like this one."""
     from torch_paged_attn.backends.triton.hopper.mla_bytes_kernel import (
         _hopper_mla_bytes_fwd_kernel,
     )
 
-    options = options_of(call)
-    programs = programs_of(call, options)
-    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
-    k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
-    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in (BOX, ROPE)]
+    k = keys_of(call)
     # two programs of eight warps each share a multiprocessor's registers
     most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
     launch = Launch(
@@ -122,28 +103,5 @@ def plan_launches(call: AttentionCall) -> Callable[..., None]:
         launch_pdl=True,
         **most,
     )
-    combine = combine_launch(call, options, programs)
-    # a tensor that is not given is the None that `start` puts behind the given ones
-    names = list(call.given_tensors())
-    places = {name: i for i, name in enumerate(names)}
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
-    pick_more = operator.itemgetter(*(places.get(name, len(names)) for name in DESCALES))
-
-    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
-        parts = new_parts()
-        if not (launch.is_ready and combine.is_ready) or addresses is None:
-            given = (*tensors, None)
-            memory = lse, *pick(given), parts, given[0], out, *pick_more(given)
-            pointers = MlaBytesPointers._make(memory)
-            k = tensors[1].data_ptr()
-            launch(*(boxes.at(k) for boxes in k_boxes), pointers)
-            combine(out, pointers)
-            return
-        boxes_at, given = launch.map_arguments, (*addresses, None)
-        k, to = addresses[1], out.data_ptr()
-        more = addresses[0], to, *pick_more(given)
-        found = lse.data_ptr(), *pick(given), parts.data_ptr(), *more
-        launch.start(*boxes_at(0, k_boxes[0], k), *boxes_at(1, k_boxes[1], k), found)
-        combine.start(to, found)
-
-    return start
+    boxes = [("k", ragged_rows(k, options.BOX_ROWS, 1, width)) for width in (BOX, ROPE)]
+    return LatentLaunch(launch, boxes, MlaBytesPointers, ("q", "out", *DESCALES))

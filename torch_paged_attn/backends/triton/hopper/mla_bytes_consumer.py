@@ -32,19 +32,7 @@ from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
 from torch_paged_attn.backends.triton.hopper.mla_pipeline import opaque_zero
 from torch_paged_attn.backends.triton.hopper.producer import wait_for_kernel_before
 from torch_paged_attn.backends.triton.hopper.softmax import LN2
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_KEY,
-    FIRST_PART,
-    FIRST_TOKEN,
-    HEAD,
-    KEY_LEN,
-    NUM_KV_TILES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # a row's reference, when it is set, is its maximum less BELOW; later it is at most RAISED more
 # below the maximum. So probabilities are up to 2**15. Those below 2**-14 lose digits in float16
@@ -239,12 +227,12 @@ def _finish(
     program has only a part of the tile's keys. `of_values`: the descale of values."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     by_row: gl.constexpr = m_i.type.layout
-    q_start = work_info.get(0, Q_START)
-    part = work_info.get(0, FIRST_PART)
+    q_start = work_info.get(0, WORD.Q_START)
+    part = work_info.get(0, WORD.FIRST_PART)
     r = gl.arange(0, ROWS, by_row)
-    token = work_info.get(0, FIRST_TOKEN) + r // OPTIONS.PACKED_HEADS
-    head = work_info.get(0, HEAD) + r % OPTIONS.PACKED_HEADS
-    exists = (token < work_info.get(0, STOP_TOKEN)) & (head < params.scalars.num_heads)
+    token = work_info.get(0, WORD.FIRST_TOKEN) + r // OPTIONS.PACKED_HEADS
+    head = work_info.get(0, WORD.HEAD) + r % OPTIONS.PACKED_HEADS
+    exists = (token < work_info.get(0, WORD.STOP_TOKEN)) & (head < params.scalars.num_heads)
     if part >= 0:
         factor = gl.full([ROWS], 1.0, gl.float32, by_row) * of_values
         even_acc, odd_acc = _scale_columns(even_acc, factor), _scale_columns(odd_acc, factor)
@@ -288,18 +276,18 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     n = 0
     tile = 0
     work_info.wait(0)
-    steps = work_info.get(0, NUM_KV_TILES)
+    steps = work_info.get(0, WORD.NUM_KV_TILES)
     while steps > 0:
         # rows after the last sequence have no descale of their own
-        b = gl.minimum(work_info.get(0, BATCH), params.sizes.batch - 1)
+        b = gl.minimum(work_info.get(0, WORD.BATCH), params.sizes.batch - 1)
         of_q = _descale(pointers.q_descale, b, scalars.q_descale_batch)
         of_k = _descale(pointers.k_descale, b, scalars.k_descale_batch)
         of_v = _descale(pointers.v_descale, b, scalars.v_descale_batch)
         of_scores = scalars.scale_log2 * of_q * of_k
         take_queries(tile, of_scores, params, pipelines, OPTIONS, W)
-        key_len = work_info.get(0, KEY_LEN)
-        first_position = work_info.get(0, CONTEXT_LEN) + work_info.get(0, FIRST_TOKEN)
-        start = work_info.get(0, FIRST_KEY) + W * KEYS
+        key_len = work_info.get(0, WORD.KEY_LEN)
+        first_position = work_info.get(0, WORD.CONTEXT_LEN) + work_info.get(0, WORD.FIRST_TOKEN)
+        start = work_info.get(0, WORD.FIRST_KEY) + W * KEYS
         full_stop = key_len
         if OPTIONS.IS_CAUSAL:
             full_stop = gl.minimum(key_len, first_position + 1)
@@ -339,4 +327,4 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         mbarrier.arrive(pipelines.read.index(0), count=1)
         tile += 1
         work_info.wait(tile)
-        steps = work_info.get(0, NUM_KV_TILES)
+        steps = work_info.get(0, WORD.NUM_KV_TILES)

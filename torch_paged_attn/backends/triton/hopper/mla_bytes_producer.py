@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     wait_for_kernel_before,
 )
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
-from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES, thread_barrier
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 
 @gluon.jit
@@ -72,6 +72,6 @@ def produce_bytes(params, pipelines, OPTIONS: gl.constexpr):
             tile += 1
         share = rest_of(share, found)
     mbarrier.wait(pipelines.read.index(0), (tile & 1) ^ 1)
-    work_info.put(tile, NUM_KV_TILES, 0)
+    work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()
     work_info.publish(tile)

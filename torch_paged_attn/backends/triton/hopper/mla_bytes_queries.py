@@ -12,12 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.dequant import float16_range
 from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import LATENT, ROPE, meet_consumers
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    FIRST_TOKEN,
-    HEAD,
-    Q_START,
-    STOP_TOKEN,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD
 
 # rows of queries that are read at a time
 QUERIES = gl.constexpr(16)
@@ -64,10 +59,12 @@ def _take_rows(of_scores, params, pipelines, OPTIONS: gl.constexpr, FIRST: gl.co
     by_row: gl.constexpr = gl.SliceLayout(1, _rows_of_threads(LATENT))
     work_info, scalars = pipelines.work_info, params.scalars
     r = FIRST + gl.arange(0, QUERIES, by_row)
-    token = work_info.get(0, FIRST_TOKEN) + r // PACKED_HEADS
-    head = work_info.get(0, HEAD) + r % PACKED_HEADS
-    exists = (token < work_info.get(0, STOP_TOKEN)) & (head < scalars.num_heads)
-    at = (work_info.get(0, Q_START) + token).to(gl.int64) * scalars.q_token + head * scalars.q_head
+    token = work_info.get(0, WORD.FIRST_TOKEN) + r // PACKED_HEADS
+    head = work_info.get(0, WORD.HEAD) + r % PACKED_HEADS
+    exists = (token < work_info.get(0, WORD.STOP_TOKEN)) & (head < scalars.num_heads)
+    at = (work_info.get(0, WORD.Q_START) + token).to(
+        gl.int64
+    ) * scalars.q_token + head * scalars.q_head
     latent = _load_queries(at, 0, exists, LATENT, params)
     rope = _load_queries(at, LATENT, exists, ROPE, params)
     factor = gl.full([QUERIES], 1.0, gl.float32, by_row)

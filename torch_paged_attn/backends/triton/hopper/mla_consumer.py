@@ -33,18 +33,7 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     update_softmax,
 )
 from torch_paged_attn.backends.triton.hopper.tma import store_rows
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    CONTEXT_LEN,
-    FIRST_KEY,
-    FIRST_PART,
-    FIRST_TOKEN,
-    HEAD,
-    KEY_LEN,
-    NUM_KV_TILES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 
 class LatentRows(NamedTuple):
@@ -248,7 +237,6 @@ def store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
 @gluon.jit
 def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """As consumer W, compute columns W * HALF to (W + 1) * HALF of every tile of queries."""
-    PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, scores)
@@ -257,16 +245,16 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     n = 0
     tile = 0
     pipelines.q.wait(0)
-    pairs = work_info.get(0, NUM_KV_TILES)
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)
     while pairs > 0:
-        key_len = work_info.get(tile, KEY_LEN)
-        context_len = work_info.get(tile, CONTEXT_LEN)
-        first_token = work_info.get(tile, FIRST_TOKEN)
-        start = work_info.get(tile, FIRST_KEY)
+        key_len = work_info.get(tile, WORD.KEY_LEN)
+        context_len = work_info.get(tile, WORD.CONTEXT_LEN)
+        first_token = work_info.get(tile, WORD.FIRST_TOKEN)
+        start = work_info.get(tile, WORD.FIRST_KEY)
         full_stop = key_len
         if OPTIONS.IS_CAUSAL:
             full_stop = gl.minimum(key_len, context_len + first_token + 1)
-        position = context_len + first_token + r // PACKED_HEADS
+        position = context_len + first_token + r // OPTIONS.PACKED_HEADS
         rows = LatentRows(position, key_len, full_stop)
         m_i = gl.full([ROWS], -float("inf"), gl.float32, by_row)
         l_i = partial_sum(gl.zeros([ROWS, KEYS], gl.float32, scores))
@@ -280,12 +268,12 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
                 n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
             )
         total = all_sums(l_i, tile, m_i, pipelines.exchange, W)
-        q_start = work_info.get(tile, Q_START)
-        stop_token = work_info.get(tile, STOP_TOKEN)
-        first_head = work_info.get(tile, HEAD)
-        part = work_info.get(tile, FIRST_PART)
-        token = first_token + r // PACKED_HEADS
-        head = first_head + r % PACKED_HEADS
+        q_start = work_info.get(tile, WORD.Q_START)
+        stop_token = work_info.get(tile, WORD.STOP_TOKEN)
+        first_head = work_info.get(tile, WORD.HEAD)
+        part = work_info.get(tile, WORD.FIRST_PART)
+        token = first_token + r // OPTIONS.PACKED_HEADS
+        head = first_head + r % OPTIONS.PACKED_HEADS
         exists = (token < stop_token) & (head < params.scalars.num_heads)
         if part >= 0:
             store_part(acc, m_i, total, part, exists, params, W)
@@ -304,4 +292,4 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
         pipelines.q.release()
         tile += 1
         pipelines.q.wait(tile)
-        pairs = work_info.get(tile, NUM_KV_TILES)
+        pairs = work_info.get(tile, WORD.NUM_KV_TILES)

@@ -192,10 +192,9 @@ class LatentPipelines(NamedTuple):
 @gluon.jit
 def new_queries(desc, rope_desc, OPTIONS: gl.constexpr, CONSUMERS: gl.constexpr = 2):
     """Room for a tile of queries."""
-    TOKENS: gl.constexpr = OPTIONS.TOKENS
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    half: gl.constexpr = [2, 1, 1, TOKENS, HEADS, HALF]
-    rest: gl.constexpr = [1, 1, 1, TOKENS, HEADS, ROPE]
+    half: gl.constexpr = [2, 1, 1, OPTIONS.TOKENS, HEADS, HALF]
+    rest: gl.constexpr = [1, 1, 1, OPTIONS.TOKENS, HEADS, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     rope = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
     return LatentQueries(halves, rope, new_barriers(1, 1), new_barriers(1, CONSUMERS))
@@ -204,15 +203,14 @@ def new_queries(desc, rope_desc, OPTIONS: gl.constexpr, CONSUMERS: gl.constexpr 
 @gluon.jit
 def new_keys(desc, rope_desc, OPTIONS: gl.constexpr):
     """Room for a pair of blocks."""
-    COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
     half: gl.constexpr = [QUARTERS, 1, 1, KEYS, 1, HALF]
     rest: gl.constexpr = [2, 1, 1, KEYS, 1, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     ropes = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
     # of keys that threads copy, each of the producer's threads says when its share has arrived
     ARRIVALS: gl.constexpr = 128 if OPTIONS.OF_LISTS else 1
-    full, empty = new_barriers(QUARTERS * COLUMN_BOXES, ARRIVALS), new_barriers(QUARTERS, 1)
-    return LatentKeys(halves, ropes, full, empty, COLUMN_BOXES)
+    full, empty = new_barriers(QUARTERS * OPTIONS.COLUMN_BOXES, ARRIVALS), new_barriers(QUARTERS, 1)
+    return LatentKeys(halves, ropes, full, empty, OPTIONS.COLUMN_BOXES)
 
 
 @gluon.jit

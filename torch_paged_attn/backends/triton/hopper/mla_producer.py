@@ -19,19 +19,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     wait_for_kernel_before,
 )
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_KEY,
-    FIRST_PART,
-    FIRST_TOKEN,
-    HEAD,
-    KEY_LEN,
-    NUM_KV_TILES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 # sequences whose lengths are loaded together
@@ -57,8 +45,7 @@ def _lengths_of(b, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def _units_of(key_len, OPTIONS: gl.constexpr):
     """Units of a tile of a sequence with so many keys; one, of masked keys, if there are none."""
-    UNIT_KEYS: gl.constexpr = OPTIONS.UNIT_KEYS
-    return gl.maximum((key_len + UNIT_KEYS - 1) // UNIT_KEYS, 1)
+    return gl.maximum((key_len + OPTIONS.UNIT_KEYS - 1) // OPTIONS.UNIT_KEYS, 1)
 
 
 @gluon.jit
@@ -247,16 +234,16 @@ def write_tile_info(n, tile, context_len, share, work_info, OPTIONS: gl.constexp
     part = 2 * share.group + (tile.first == 0).to(gl.int32)
     part = part * OPTIONS.HEAD_TILES + share.head_tile
     part = gl.where(tile.units == tile.units_of_tile, -1, part)
-    work_info.put(n, NUM_KV_TILES, tile.units)
-    work_info.put(n, FIRST_KEY, tile.first * OPTIONS.UNIT_KEYS)
-    work_info.put(n, KEY_LEN, tile.key_len)
-    work_info.put(n, CONTEXT_LEN, context_len)
-    work_info.put(n, Q_START, tile.q_start)
-    work_info.put(n, FIRST_TOKEN, tile.first_token)
-    work_info.put(n, STOP_TOKEN, tile.stop_token)
-    work_info.put(n, HEAD, tile.head)
-    work_info.put(n, BATCH, share.b)
-    work_info.put(n, FIRST_PART, part)
+    work_info.put(n, WORD.NUM_KV_TILES, tile.units)
+    work_info.put(n, WORD.FIRST_KEY, tile.first * OPTIONS.UNIT_KEYS)
+    work_info.put(n, WORD.KEY_LEN, tile.key_len)
+    work_info.put(n, WORD.CONTEXT_LEN, context_len)
+    work_info.put(n, WORD.Q_START, tile.q_start)
+    work_info.put(n, WORD.FIRST_TOKEN, tile.first_token)
+    work_info.put(n, WORD.STOP_TOKEN, tile.stop_token)
+    work_info.put(n, WORD.HEAD, tile.head)
+    work_info.put(n, WORD.BATCH, share.b)
+    work_info.put(n, WORD.FIRST_PART, part)
     thread_barrier()  # the thread that arrives has not written all of these
 
 
@@ -312,6 +299,6 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
             tile += 1
         share = rest_of(share, found)
     queries.acquire(tile)
-    work_info.put(tile, NUM_KV_TILES, 0)
+    work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()
     mbarrier.arrive(queries.full.index(0), count=1)

@@ -3,7 +3,10 @@ programs share the keys, and the launch of the second kernel, which adds up the 
 leave.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaOptions, MlaSizes
@@ -24,6 +27,23 @@ LEAST_BUSY = 16
 
 # tensors that the kernels read by address, in the order of `MlaPointers`
 READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+
+
+class LatentLaunch(NamedTuple):
+    """The launch of one of the kernels, and what it takes: tensor maps, each with the name of the
+    tensor whose it is, and `pointers`, whose fields are lse, READ_BY_ADDRESS, the parts, and what
+    has the names `more`.
+    """
+
+    launch: Launch
+    boxes: list[tuple[str, Any]]
+    pointers: Callable[..., Any]
+    more: tuple[str, ...] = ()
+
+
+def keys_of(call: AttentionCall) -> Tensor:
+    """Keys as (rows, heads, columns), of which tensor maps are made: those of a page, if any."""
+    return call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
 
 
 def sizes_of(call: AttentionCall) -> MlaSizes:

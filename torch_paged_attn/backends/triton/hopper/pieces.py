@@ -21,13 +21,7 @@ from torch_paged_attn.backends.triton.hopper.stretches import (
     stretch_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    FIRST_PART,
-    HEAD,
-    PIECE,
-    PIECES,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # columns that are added up of all parts at a time, and parts that are on their way together
 COLUMNS, AT_ONCE = gl.constexpr(64), gl.constexpr(4)
@@ -146,18 +140,18 @@ def merge_pieces(
     WIDTH: gl.constexpr = acc.shape[1]
     by_row: gl.constexpr = m_i.type.layout
     pointers = params.pointers
-    pieces = work_info.get(tile, PIECES)
+    pieces = work_info.get(tile, WORD.PIECES)
     # parts of the heads lie side by side
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    first_part = work_info.get(tile, FIRST_PART)
+    first_part = work_info.get(tile, WORD.FIRST_PART)
     step = 2 * ROW_GROUPS
     if not OPTIONS.IS_DEALT:
-        first_part = first_part * heads + work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
+        first_part = first_part * heads + work_info.get(tile, WORD.HEAD) // OPTIONS.PACKED_HEADS
         step = heads * ROW_GROUPS
     first_part = first_part * ROW_GROUPS + INDEX
     references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH
     parts = Parts(first_part, step, pieces, references)
-    part = part_number(first_part, work_info.get(tile, PIECE), step, OPTIONS)
+    part = part_number(first_part, work_info.get(tile, WORD.PIECE), step, OPTIONS)
     leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
     thread_barrier()

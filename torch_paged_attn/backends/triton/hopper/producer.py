@@ -33,25 +33,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import (
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.tma import bytes_of_rows, load_rows
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_ENTRY,
-    FIRST_KEY,
-    FIRST_PART,
-    FIRST_TOKEN,
-    HEAD,
-    K_START,
-    KEY_LEN,
-    KV_STOP,
-    NUM_ENTRIES,
-    NUM_KV_TILES,
-    PIECE,
-    PIECES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 
@@ -135,13 +117,10 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
     head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt, last = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
-    KV_STEP: gl.constexpr = OPTIONS.KV_STEP
-    HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
     q_desc = params.q_desc
     context_len = key_len - query_len
@@ -156,7 +135,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     first_entry = 0
     num_entries = 0
     row_mask = 0
-    if HAS_LAYOUT:
+    if OPTIONS.HAS_LAYOUT:
         layout_head = (
             b * scalars.stride_layout_batch + head * PACKED_HEADS // OPTIONS.HEADS_PER_LAYOUT
         )
@@ -164,7 +143,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
             pointers, params.sizes, layout_head, position, stop, OPTIONS
         )
         row_mask = row_mask_of(position, context_len + stop_token, OPTIONS)
-        num_kv_tiles = (num_entries + KV_STEP - 1) // KV_STEP
+        num_kv_tiles = (num_entries + OPTIONS.KV_STEP - 1) // OPTIONS.KV_STEP
     else:
         num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
     # a tile that sees no key visits one, of masked keys, and writes its empty rows
@@ -192,41 +171,44 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
             first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
             first_kv_tile += first_of_piece
         pieces = pack_pieces(pieces, waiting, OPTIONS)
-    kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
+    kv_start = (first_kv_tile + num_kv_tiles) * OPTIONS.KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers
     pipelines.q.producer_acquire(tile)
-    work_info.put(tile, NUM_KV_TILES, num_kv_tiles)
-    work_info.put(tile, FIRST_KEY, first_key)
-    work_info.put(tile, KV_STOP, kv_start)
-    work_info.put(tile, KEY_LEN, key_len)
-    work_info.put(tile, Q_START, q_start)
-    work_info.put(tile, STOP_TOKEN, stop_token)
-    work_info.put(tile, FIRST_TOKEN, first_token)
-    work_info.put(tile, HEAD, head * PACKED_HEADS)
-    work_info.put(tile, CONTEXT_LEN, context_len)
-    work_info.put(tile, BATCH, b)
+    work_info.put(tile, WORD.NUM_KV_TILES, num_kv_tiles)
+    work_info.put(tile, WORD.FIRST_KEY, first_key)
+    work_info.put(tile, WORD.KV_STOP, kv_start)
+    work_info.put(tile, WORD.KEY_LEN, key_len)
+    work_info.put(tile, WORD.Q_START, q_start)
+    work_info.put(tile, WORD.STOP_TOKEN, stop_token)
+    work_info.put(tile, WORD.FIRST_TOKEN, first_token)
+    work_info.put(tile, WORD.HEAD, head * PACKED_HEADS)
+    work_info.put(tile, WORD.CONTEXT_LEN, context_len)
+    work_info.put(tile, WORD.BATCH, b)
     if OPTIONS.IS_ROWS:
         k_start = _only_page(b, params)
-    work_info.put(tile, K_START, k_start)
-    if HAS_LAYOUT:
-        work_info.put(tile, FIRST_ENTRY, first_entry)
-        work_info.put(tile, NUM_ENTRIES, num_entries)
+    work_info.put(tile, WORD.K_START, k_start)
+    if OPTIONS.HAS_LAYOUT:
+        work_info.put(tile, WORD.FIRST_ENTRY, first_entry)
+        work_info.put(tile, WORD.NUM_ENTRIES, num_entries)
     if OPTIONS.MOST_PARTS > 0:
-        work_info.put(tile, PIECE, piece)
-        work_info.put(tile, PIECES, pieces)
-        work_info.put(tile, FIRST_PART, first_part)
+        work_info.put(tile, WORD.PIECE, piece)
+        work_info.put(tile, WORD.PIECES, pieces)
+        work_info.put(tile, WORD.FIRST_PART, first_part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = pipelines.q.full_barrier(tile)
-    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * ROW_GROUPS)
+    mbarrier.expect(
+        barrier,
+        bytes_of_rows(q_desc.block_type, OPTIONS.TOKENS * PACKED_HEADS) * ROW_GROUPS,
+    )
     for i in gl.static_range(ROW_GROUPS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * ROW_GROUPS + i)
-        row = first_token + i * TOKENS
+        row = first_token + i * OPTIONS.TOKENS
         load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0
-    if HAS_LAYOUT:
+    if OPTIONS.HAS_LAYOUT:
         list_ptr = pointers.entries + first_entry
     table = 0
     if OPTIONS.PAGE_SIZE != 0:
@@ -385,7 +367,7 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             unit += programs
 
     pipelines.q.producer_acquire(tile)
-    pipelines.work_info.put(tile, NUM_KV_TILES, 0)
+    pipelines.work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()
     pipelines.work_info.publish(tile)
     mbarrier.arrive(pipelines.q.full_barrier(tile), count=1)
@@ -394,29 +376,27 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
 @gluon.jit
 def key_range_of(params, work_info, tile, OPTIONS: gl.constexpr):
     """The keys of a tile that was published."""
-    PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
-    HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
-    first_key = work_info.get(tile, FIRST_KEY)
-    kv_stop = work_info.get(tile, KV_STOP)
-    key_len = work_info.get(tile, KEY_LEN)
-    kv_head = work_info.get(tile, HEAD) // OPTIONS.GROUP_SIZE
+    first_key = work_info.get(tile, WORD.FIRST_KEY)
+    kv_stop = work_info.get(tile, WORD.KV_STOP)
+    key_len = work_info.get(tile, WORD.KEY_LEN)
+    kv_head = work_info.get(tile, WORD.HEAD) // OPTIONS.GROUP_SIZE
     k_start = 0
     table = 0
-    if PAGE_SIZE == 0:
-        k_start = work_info.get(tile, K_START)
+    if OPTIONS.PAGE_SIZE == 0:
+        k_start = work_info.get(tile, WORD.K_START)
     else:
-        b = work_info.get(tile, BATCH)
+        b = work_info.get(tile, WORD.BATCH)
         table = params.pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
     num_entries = 0
     row_mask = 0
     position = 0
     list_ptr = 0
-    if HAS_LAYOUT:
-        num_entries = work_info.get(tile, NUM_ENTRIES)
-        list_ptr = params.pointers.entries + work_info.get(tile, FIRST_ENTRY)
-        context_len = work_info.get(tile, CONTEXT_LEN)
-        position = context_len + work_info.get(tile, FIRST_TOKEN)
-        stop = context_len + work_info.get(tile, STOP_TOKEN)
+    if OPTIONS.HAS_LAYOUT:
+        num_entries = work_info.get(tile, WORD.NUM_ENTRIES)
+        list_ptr = params.pointers.entries + work_info.get(tile, WORD.FIRST_ENTRY)
+        context_len = work_info.get(tile, WORD.CONTEXT_LEN)
+        position = context_len + work_info.get(tile, WORD.FIRST_TOKEN)
+        stop = context_len + work_info.get(tile, WORD.STOP_TOKEN)
         row_mask = row_mask_of(position, stop, OPTIONS)
     keys = KeyRange(
         table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
@@ -431,10 +411,10 @@ def produce_kv(params, pipelines, loader, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     work_info.wait(0)
-    num_kv_tiles = work_info.get(0, NUM_KV_TILES)
+    num_kv_tiles = work_info.get(0, WORD.NUM_KV_TILES)
     while num_kv_tiles > 0:
         keys, kv_stop = key_range_of(params, work_info, tile, OPTIONS)
         n = loader.load_tiles(n, kv_stop, num_kv_tiles, keys)
         tile += 1
         work_info.wait(tile)
-        num_kv_tiles = work_info.get(tile, NUM_KV_TILES)
+        num_kv_tiles = work_info.get(tile, WORD.NUM_KV_TILES)

@@ -17,13 +17,11 @@ from torch_paged_attn.backends.triton.softmax import small_tanh
 def ask_for_scores(rows, columns, zeros, OPTIONS: gl.constexpr):
     """Ask for the product of rows, (rows, WIDTH), and columns, (WIDTH, columns): of WIDTH, numbers
     from COLUMNS on are zeros."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
-    if COLUMNS == WIDTH:
+    if OPTIONS.COLUMNS == OPTIONS.WIDTH:
         return warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
     else:
-        HALF: gl.constexpr = WIDTH // 2
-        REST: gl.constexpr = COLUMNS - HALF
+        HALF: gl.constexpr = OPTIONS.WIDTH // 2
+        REST: gl.constexpr = OPTIONS.COLUMNS - HALF
         low, high = rows.slice(0, HALF, dim=1), rows.slice(HALF, REST, dim=1)
         of_low, of_high = columns.slice(0, HALF, dim=0), columns.slice(HALF, REST, dim=0)
         s = warpgroup_mma(low, of_low, zeros, use_acc=False, is_async=True)
@@ -148,8 +146,6 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
     """Scores of a tile of keys as the softmax takes them. The keys are `runs`, as the producer
     loads them: the number of the first, or the entries of a list. IS_FIRST: the last keys of all.
     """
-    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
     # without a diagonal or a window, only the first tile reaches past the keys
     MAY_HIDE: gl.constexpr = IS_FIRST or OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
     if OPTIONS.HAS_SOFTCAP:
@@ -157,13 +153,13 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
         s = _softcap(s, params.scalars.softcap_scale_log2 * rows.descale, IS_FLOAT16)
     if params.pointers.alibi_slopes is not None:
         starts = runs
-        if HAS_LAYOUT:
+        if OPTIONS.HAS_LAYOUT:
             starts = first_keys(runs, OPTIONS.KEYS_PER_ENTRY)
         s = _add_alibi(s, starts, rows.position, rows.slope, OPTIONS.IS_CAUSAL)
-    if HAS_LAYOUT:
+    if OPTIONS.HAS_LAYOUT:
         if not is_seen_whole(runs, rows.row_mask, rows.full_stop, OPTIONS.KEYS_PER_ENTRY):
             s = _mask_list(s, runs, rows, OPTIONS)
-    elif MAY_HIDE and (runs[0] + BLOCK_N > rows.full_stop) | (runs[0] < rows.full_start):
+    elif MAY_HIDE and (runs[0] + OPTIONS.BLOCK_N > rows.full_stop) | (runs[0] < rows.full_start):
         s = mask_window(s, runs[0], rows, params.scalars, OPTIONS)
     return s
 
@@ -191,8 +187,6 @@ def probabilities(
     the keys."""
     ROWS: gl.constexpr = s.shape[0]
     COLUMNS: gl.constexpr = s.shape[1]
-    HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
-    HAS_RIGHT: gl.constexpr = OPTIONS.HAS_RIGHT
     KEYS: gl.constexpr = ROWS if OF_KEYS else COLUMNS
     QUERIES: gl.constexpr = COLUMNS if OF_KEYS else ROWS
     scalars = params.scalars
@@ -213,26 +207,26 @@ def probabilities(
     p = gl.exp2(x * scalars.scale_log2 - lse)
     if MAY_HIDE:
         full_stop = key_len
-        if HAS_RIGHT:
+        if OPTIONS.HAS_RIGHT:
             full_stop = gl.minimum(key_len, position + scalars.window_right + 1)
         is_hidden = first_key + KEYS > full_stop
-        if HAS_LEFT:
+        if OPTIONS.HAS_LEFT:
             is_hidden = is_hidden | (first_key < position + QUERIES - 1 - scalars.window_left)
         if is_hidden:
             first = gl.zeros_like(r)
             last = first + (COLUMNS - 1)
             if OF_KEYS:
                 key = first_key + r
-                if HAS_RIGHT:
+                if OPTIONS.HAS_RIGHT:
                     first = key - scalars.window_right - position
-                if HAS_LEFT:
+                if OPTIONS.HAS_LEFT:
                     last = key + scalars.window_left - position
                 last = gl.where(key < key_len, last, -1)
             else:
                 last += key_len - first_key - COLUMNS
-                if HAS_RIGHT:
+                if OPTIONS.HAS_RIGHT:
                     last = gl.minimum(last, position + r + scalars.window_right - first_key)
-                if HAS_LEFT:
+                if OPTIONS.HAS_LEFT:
                     first = position + r - scalars.window_left - first_key
             p = _keep_columns(p, first, last)
     weight = p

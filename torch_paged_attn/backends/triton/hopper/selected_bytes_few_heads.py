@@ -35,7 +35,7 @@ from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
     thread_sums,
 )
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
-from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES, thread_barrier
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def _consume(params, pipelines, weights, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     pipelines.q.wait(0)
-    pairs = work_info.get(0, NUM_KV_TILES)
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)
     while pairs > 0:
         m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
         l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
@@ -142,7 +142,7 @@ def _consume(params, pipelines, weights, OPTIONS: gl.constexpr):
         finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)
-        pairs = work_info.get(tile, NUM_KV_TILES)
+        pairs = work_info.get(tile, WORD.NUM_KV_TILES)
 
 
 @gluon.jit

@@ -20,11 +20,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
 )
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    NUM_KV_TILES,
-    new_work_info,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, new_work_info, thread_barrier
 
 # columns of a group, pairs of these, groups of a block, and blocks of a pair
 SCALED, PAIRS, GROUPS, BLOCKS = (gl.constexpr(i) for i in (128, 64, 4, 2))
@@ -172,11 +168,11 @@ def convert_latents(pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     n = 0
     tile = 0
     pipelines.q.wait(0)
-    pairs = pipelines.work_info.get(0, NUM_KV_TILES)
+    pairs = pipelines.work_info.get(0, WORD.NUM_KV_TILES)
     while pairs > 0:
         for _ in range(pairs * (2 * GROUPS // CONVERTERS)):
             _convert_group(CONVERTERS * n + W, pipelines.stored, pipelines.k)
             n += 1
         tile += 1
         pipelines.q.wait(tile)
-        pairs = pipelines.work_info.get(tile, NUM_KV_TILES)
+        pairs = pipelines.work_info.get(tile, WORD.NUM_KV_TILES)

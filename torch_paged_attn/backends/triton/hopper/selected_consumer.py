@@ -29,13 +29,7 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     scale_rows,
     with_sink,
 )
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    FIRST_PART,
-    HEAD,
-    NUM_KV_TILES,
-    Q_START,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD
 
 
 @gluon.constexpr_function
@@ -79,15 +73,15 @@ def _finish_tile(m_i, l_i, acc, tile, params, pipelines, OPTIONS: gl.constexpr, 
     """Store this consumer's columns of a tile's result, or of its part, and the rows' lse."""
     work_info = pipelines.work_info
     total = all_sums(l_i, tile, m_i, pipelines.exchange, W)
-    token = work_info.get(tile, Q_START)
-    first_head = work_info.get(tile, HEAD)
-    part = work_info.get(tile, FIRST_PART)
+    token = work_info.get(tile, WORD.Q_START)
+    first_head = work_info.get(tile, WORD.HEAD)
+    part = work_info.get(tile, WORD.FIRST_PART)
     head = first_head + gl.arange(0, ROWS, m_i.type.layout)
     exists = head < params.scalars.num_heads
     if part >= 0:
         store_part(acc, m_i, total, part, exists, params, W)
     else:
-        has_sink = exists & (work_info.get(tile, BATCH) < params.sizes.batch)
+        has_sink = exists & (work_info.get(tile, WORD.BATCH) < params.sizes.batch)
         reference, total, gain = add_sink(m_i * LN2, total, head, has_sink, params)
         if W == 0:
             lse = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q + token
@@ -183,7 +177,7 @@ def consume_lists(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     n = 0
     tile = 0
     queries.wait(0)
-    pairs = work_info.get(0, NUM_KV_TILES)  # a program has a tile at least
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)  # a program has a tile at least
     s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 2 * W)
     s = add_rest_of_scores(s, n, pipelines, OPTIONS, W)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -196,7 +190,7 @@ def consume_lists(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
             n += 1
             queries.wait(tile + 1)
-            pairs = work_info.get(tile + 1, NUM_KV_TILES)
+            pairs = work_info.get(tile + 1, WORD.NUM_KV_TILES)
             next_s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0, pairs > 0)
             acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
             keys.release(3)
@@ -206,7 +200,7 @@ def consume_lists(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
                 n, pairs, s, m_i, l_i, acc, params, pipelines, OPTIONS
             )
             queries.wait(tile + 1)
-            pairs = work_info.get(tile + 1, NUM_KV_TILES)
+            pairs = work_info.get(tile + 1, WORD.NUM_KV_TILES)
             next_s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 2, pairs > 0)
             next_s = add_rest_of_scores(next_s, n, pipelines, OPTIONS, 1, pairs > 0)
         _finish_tile(m_i, l_i, acc, tile, params, pipelines, OPTIONS, W)

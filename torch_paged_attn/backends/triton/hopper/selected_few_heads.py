@@ -28,15 +28,7 @@ from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParam
 from torch_paged_attn.backends.triton.hopper.selected_consumer import add_sink
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.softmax import LN2, RESCALE_THRESHOLD
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    FIRST_PART,
-    HEAD,
-    NUM_KV_TILES,
-    Q_START,
-    new_work_info,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, new_work_info, thread_barrier
 
 # heads of the smallest tile, which takes the time of its copies
 LEAST_HEADS = gl.constexpr(8)
@@ -162,9 +154,9 @@ def finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr)
     pointers, work_info = params.pointers, pipelines.work_info
     num_heads = params.scalars.num_heads
     h = gl.arange(0, HEADS, by_head)
-    token = work_info.get(tile, Q_START)
-    first_head = work_info.get(tile, HEAD)
-    part = work_info.get(tile, FIRST_PART)
+    token = work_info.get(tile, WORD.Q_START)
+    first_head = work_info.get(tile, WORD.HEAD)
+    part = work_info.get(tile, WORD.FIRST_PART)
     head = first_head + h
     exists = head < num_heads
     total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), by_head)
@@ -177,7 +169,7 @@ def finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr)
         for i in gl.static_range(len(values)):
             _store_columns(values[i], parts, first_head, num_heads, i * COLUMNS)
     else:
-        has_sink = exists & (work_info.get(tile, BATCH) < params.sizes.batch)
+        has_sink = exists & (work_info.get(tile, WORD.BATCH) < params.sizes.batch)
         reference, total, gain = add_sink(m_i * LN2, total, head, has_sink, params)
         lse = pointers.lse + head.to(gl.int64) * params.sizes.total_q + token
         gl.store(lse, reference + gl.log2(total) * LN2, mask=exists)
@@ -200,7 +192,7 @@ def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     pipelines.q.wait(0)
-    pairs = work_info.get(0, NUM_KV_TILES)
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)
     while pairs > 0:
         m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
         l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
@@ -218,7 +210,7 @@ def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
         finish_few(tile, m_i, l_i, (low, high), params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)
-        pairs = work_info.get(tile, NUM_KV_TILES)
+        pairs = work_info.get(tile, WORD.NUM_KV_TILES)
 
 
 @gluon.jit

@@ -22,19 +22,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
 )
 from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import copy_stored_block
 from torch_paged_attn.backends.triton.hopper.tma import async_load_pointers, load_rows
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    BATCH,
-    CONTEXT_LEN,
-    FIRST_KEY,
-    FIRST_PART,
-    FIRST_TOKEN,
-    HEAD,
-    KEY_LEN,
-    NUM_KV_TILES,
-    Q_START,
-    STOP_TOKEN,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # sequences whose ends are loaded together
 LOOKED_AT = gl.constexpr(128)
@@ -268,16 +256,16 @@ def _load_queries(tile, token, head, part, pairs, b, params, pipelines, OPTIONS:
     queries, work_info = pipelines.q, pipelines.work_info
     q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
     queries.acquire(tile)
-    work_info.put(tile, NUM_KV_TILES, pairs)
-    work_info.put(tile, FIRST_KEY, 0)
-    work_info.put(tile, KEY_LEN, 0)
-    work_info.put(tile, CONTEXT_LEN, 0)
-    work_info.put(tile, Q_START, token)
-    work_info.put(tile, FIRST_TOKEN, 0)
-    work_info.put(tile, STOP_TOKEN, 1)
-    work_info.put(tile, HEAD, head)
-    work_info.put(tile, BATCH, b)
-    work_info.put(tile, FIRST_PART, part)
+    work_info.put(tile, WORD.NUM_KV_TILES, pairs)
+    work_info.put(tile, WORD.FIRST_KEY, 0)
+    work_info.put(tile, WORD.KEY_LEN, 0)
+    work_info.put(tile, WORD.CONTEXT_LEN, 0)
+    work_info.put(tile, WORD.Q_START, token)
+    work_info.put(tile, WORD.FIRST_TOKEN, 0)
+    work_info.put(tile, WORD.STOP_TOKEN, 1)
+    work_info.put(tile, WORD.HEAD, head)
+    work_info.put(tile, WORD.BATCH, b)
+    work_info.put(tile, WORD.FIRST_PART, part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = queries.full.index(0)
     MORE: gl.constexpr = q_rope_desc.block_type.nbytes if OPTIONS.HAS_ROPE else 0
@@ -339,6 +327,6 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
         first = 0 * first
         tile += 1
     pipelines.q.acquire(tile)
-    pipelines.work_info.put(tile, NUM_KV_TILES, 0)
+    pipelines.work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()
     mbarrier.arrive(pipelines.q.full.index(0), count=1)

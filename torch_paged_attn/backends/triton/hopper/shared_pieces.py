@@ -20,13 +20,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import (
 from torch_paged_attn.backends.triton.hopper.results import of_heads, store_lse
 from torch_paged_attn.backends.triton.hopper.stretches import factors, fold, next_reference
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.work_info import (
-    FIRST_PART,
-    HEAD,
-    PIECE,
-    PIECES,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # how many parts a consumer asks for together: MANY of few rows, or FEW of many rows
 MANY, FEW = gl.constexpr(16), gl.constexpr(4)
@@ -62,15 +56,15 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     pointers = params.pointers
-    piece = work_info.get(tile, PIECE)
-    word = work_info.get(tile, PIECES)
+    piece = work_info.get(tile, WORD.PIECE)
+    word = work_info.get(tile, WORD.PIECES)
     pieces = word & 0xFFFF
     # parts of the heads lie side by side
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    first_part = work_info.get(tile, FIRST_PART)
+    first_part = work_info.get(tile, WORD.FIRST_PART)
     step = 2 * ROW_GROUPS
     if not OPTIONS.IS_DEALT:
-        first_part = first_part * heads + work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
+        first_part = first_part * heads + work_info.get(tile, WORD.HEAD) // OPTIONS.PACKED_HEADS
         step = heads * ROW_GROUPS
     first_part = first_part * ROW_GROUPS + INDEX
     references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH

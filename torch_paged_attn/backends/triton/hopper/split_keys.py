@@ -34,7 +34,7 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     update_softmax,
 )
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
-from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES, thread_barrier
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # consumers of the same rows
 SHARING = gl.constexpr(2)
@@ -120,7 +120,7 @@ def consume_split(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr)
     first_fill = 0
     tile = 0
     queries.consumer_wait(0)
-    num_kv_tiles = work_info.get(0, NUM_KV_TILES)
+    num_kv_tiles = work_info.get(0, WORD.NUM_KV_TILES)
     while num_kv_tiles > 0:
         rows = read_rows(r, params, pipelines, tile, OPTIONS, 0)
         if INDEX == 0:
@@ -152,7 +152,7 @@ def consume_split(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr)
         first_fill += num_kv_tiles
         tile += 1
         queries.consumer_wait(tile)
-        num_kv_tiles = work_info.get(tile, NUM_KV_TILES)
+        num_kv_tiles = work_info.get(tile, WORD.NUM_KV_TILES)
     if INDEX == 0:
         tma.store_wait(0)
 
@@ -166,7 +166,6 @@ def _sum_values(
     which there is at least one. The loop is that of `consumer.consume`."""
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
@@ -175,14 +174,14 @@ def _sum_values(
     dtype: gl.constexpr = values.tiles.dtype
     scale_log2 = params.scalars.scale_log2
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-    q = rows.box.reshape([BLOCK_M, WIDTH])
+    q = rows.box.reshape([BLOCK_M, OPTIONS.WIDTH])
     n = first_fill + INDEX
     kv_start = rows.kv_start - INDEX * OPTIONS.KV_STEP
     m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
     l_i = partial_sum(zeros)
     acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
     keys.consumer_wait_for(n, OPTIONS.GATHERS)
-    k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
+    k = as_matrix(keys.tile(n), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
     s = ask_for_scores(q, k, zeros, OPTIONS)
     s = warpgroup_mma_wait(0, deps=[s])
     keys.consumer_release(n)
@@ -200,7 +199,7 @@ def _sum_values(
     for _ in range(SHARING + INDEX, num_kv_tiles, SHARING):
         kv_start -= SHARING * OPTIONS.KV_STEP
         keys.consumer_wait_for(n + SHARING, OPTIONS.GATHERS)
-        k = as_matrix(keys.tile(n + SHARING), BLOCK_N, WIDTH).permute((1, 0))
+        k = as_matrix(keys.tile(n + SHARING), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
         values.consumer_wait_for(n, OPTIONS.GATHERS)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)

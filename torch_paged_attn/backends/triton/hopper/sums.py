@@ -45,10 +45,9 @@ def add_registers(part, sums_ptr, tile, INDEX: gl.constexpr):
 def leave_part(part, n, sums, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Part number n of a consumer on its way out, BY_BOX. `sums` has the slots of all consumers one
     after the other."""
-    SLOTS: gl.constexpr = OPTIONS.SLOTS
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    slot = INDEX * SLOTS + n % SLOTS
-    mbarrier.wait(sums.empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    slot = INDEX * OPTIONS.SLOTS + n % OPTIONS.SLOTS
+    mbarrier.wait(sums.empty.index(slot), ((n // OPTIONS.SLOTS) & 1) ^ 1)
     x = _in_fours(part)
     seen_as(sums.tiles.index(slot), x.shape, plain).store(x)
     fence_async_shared()

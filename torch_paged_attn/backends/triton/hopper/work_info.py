@@ -1,5 +1,7 @@
 """What the first producer tells the other warps about a tile of queries, in shared memory."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -8,15 +10,26 @@ from triton.language.core import _aggregate as aggregate
 # its name until Triton 3.6, and later
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-# words of a tile. No tiles of keys: the work is done. KV_STOP is one past the last tile of keys: a
-# key, or with a layout the number of an entry in the list that begins at FIRST_ENTRY
-WORDS = gl.constexpr(16)
-NUM_KV_TILES, FIRST_KEY, KV_STOP, KEY_LEN = (gl.constexpr(i) for i in range(4))
-Q_START, STOP_TOKEN, FIRST_TOKEN, HEAD = (gl.constexpr(i) for i in range(4, 8))
-CONTEXT_LEN, FIRST_ENTRY, NUM_ENTRIES, BATCH = (gl.constexpr(i) for i in range(8, 12))
-K_START = gl.constexpr(12)
-# which piece of a tile it is, of how many, and the tile's first part: see `pieces.py`
-PIECE, PIECES, FIRST_PART = (gl.constexpr(i) for i in range(13, 16))
+
+class Names(gl.constexpr):
+    """A named tuple whose fields a kernel names: a constant that is part of the kernel's key."""
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+
+# the words of a tile. No tiles of keys: the work is done. KV_STOP is one past the last tile of
+# keys: a key, or with a layout the number of an entry in the list that begins at FIRST_ENTRY.
+# PIECE: which piece of a tile it is, of how many, and the tile's first part: see `pieces.py`
+Words = namedtuple(
+    "Words",
+    "NUM_KV_TILES FIRST_KEY KV_STOP KEY_LEN Q_START STOP_TOKEN FIRST_TOKEN HEAD"
+    " CONTEXT_LEN FIRST_ENTRY NUM_ENTRIES BATCH K_START PIECE PIECES FIRST_PART",
+)
+WORDS = gl.constexpr(len(Words._fields))
+WORD = Names(Words(*range(len(Words._fields))))
 
 
 @aggregate

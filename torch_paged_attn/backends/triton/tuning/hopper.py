@@ -120,7 +120,7 @@ class HopperBackwardConfig:
     - DS_STAGES: in one pass, tiles of dS in shared memory
     - SLOTS: in one pass, tiles of parts of dQ in shared memory
     - AT_ONCE: P and dS of a tile stay in registers until the next tile's scores are issued, so that
-      all products run together (`hopper/backward_keys_at_once.py`); not in one pass
+      all products run together (`hopper/backward_keys.py`); not in one pass
     """
 
     CONSUMERS: int = 2
