@@ -7,6 +7,7 @@ words of 32 bits: of numbers of 16 bits, two heads at a time, which are taken ap
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -212,7 +213,7 @@ class TokenRows:
         if self.options.tile_q == 1:  # whose rows are summed up
             self.refs.lse_rows[...] = jnp.zeros_like(self.refs.lse_rows)
 
-    def put(self, heads: list[Any], outs: list[Array]) -> None:
+    def put(self, heads: list[Any], outs: Sequence[Array]) -> None:
         """The outputs (rows, n) of neighbouring KV heads, which have whole words of a token."""
         tokens, options = self.refs.out_tokens, self.options
         tile_q, group_size = options.tile_q, options.group_size
@@ -236,7 +237,7 @@ class TokenRows:
             return self.refs.lse_rows
         return self.refs.lse_tokens.reshape(self.options.tile_q, LANES)
 
-    def put_lse(self, heads: list[Any], lse: list[Array]) -> None:
+    def put_lse(self, heads: list[Any], lse: Sequence[Array]) -> None:
         """Base-2 lse of some KV heads, (rows, LANES) with lanes alike, to the heads' lanes."""
         tile_q, group_size, rows = self.options.tile_q, self.options.group_size, self._lse
         lane, row = (lax.broadcasted_iota(jnp.int32, rows.shape, i) for i in (1, 0))
