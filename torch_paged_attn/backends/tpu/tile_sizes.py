@@ -330,6 +330,7 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     return (
         options.head_splits == 1
         and all(width % LANES == 0 for width in pages.widths)
+        and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and (slopes is None or slopes.ndim == 1)
         # rows of one token that fill no registers are padded
