@@ -317,7 +317,7 @@ def _halved(step_k: int, unit: int, most: int) -> int:
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`q_out_dma.py`)."""
     slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
-    rows = options.group_size * tile_q
+    rows, dtypes = options.group_size * tile_q, (options.compute_dtype, options.out_dtype)
     is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
     if layout is not None:
         # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
@@ -332,10 +332,9 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         and all(width % LANES == 0 for width in pages.widths)
         and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
-        and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
         # rows of one token that fill no registers are padded
         and (rows * pages.fold % SUBLANES == 0 or (tile_q == 1 and pages.fold == 1 and is_one_bias))
         # loads with strides are of words of 32 bits, with the numbers of several heads
-        and (tile_q == 1 or call.num_heads % numbers_of_word(options.compute_dtype) == 0)
+        and (tile_q == 1 or all(call.num_heads % numbers_of_word(x) == 0 for x in dtypes))
     )

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words
+from torch_paged_attn.backends.tpu.dtypes import LANES, divided, halves_of_words
 
 # bytes from one part of a DMA to the next: an int32 in libtpu
 FARTHEST = 2**31
@@ -75,9 +75,8 @@ def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
     `height` rows in them: keys and values of one cache together, unless they are too far apart for
     one DMA.
     """
-    tiles_per_page = jnp.int32(cache.shape[3] // height)
-    first = pl.multiple_of(lax.rem(tile, tiles_per_page) * height, height)
-    where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, height)
+    page, of_page = divided(tile, cache.shape[3] // height)
+    where = page, slice(None), pl.ds(pl.multiple_of(of_page * height, height), height)
     planes = range(cache.shape[0])
     plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
     some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
@@ -127,6 +126,9 @@ class RunWriter:
         """Runs that are being read ahead; a write-back has as many runs of time to end."""
         return self.num_buffers // 2
 
+    def _buffer(self, run: Array) -> Array:
+        return divided(run, self.num_buffers)[1]
+
     def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
         """The tiles in this buffer, and where they lie in the caches."""
         return [
@@ -175,17 +177,16 @@ class RunWriter:
 
         token = _while_it_holds(is_skipped, lambda token: token + 1, token)
         slot = slot_of(token)
-        room = jnp.minimum(
-            self.tile_slots - lax.rem(slot, jnp.int32(self.tile_slots)), total - token
-        )
+        room = jnp.minimum(self.tile_slots - divided(slot, self.tile_slots)[1], total - token)
 
         def is_neighbour(size: Array) -> Array:
             return (size < room) & (slot_of(token + size) == slot + size)
 
         known = jnp.int32(1)
-        if self.tile_slots <= MOST_AT_ONCE:
+        if self.tile_slots <= min(MOST_AT_ONCE, self.slots.shape[0]):
             # straight-line code for a tile that a prompt fills, instead of a loop over its slots
-            others = [(slot_of(token + i) - i) ^ slot for i in range(1, self.tile_slots)]
+            first = jnp.minimum(token, total - self.tile_slots)
+            others = [(self.slots[first + i] - i) ^ slot for i in range(1, self.tile_slots)]
             differs = functools.reduce(jnp.bitwise_or, others)
             known = jnp.where((room == self.tile_slots) & (differs == 0), room, 1)
         size = _while_it_holds(is_neighbour, lambda size: size + 1, known)
@@ -193,19 +194,19 @@ class RunWriter:
 
     def fetch(self, run: Array, token: Array) -> Array:
         """Find a run, and start the copies of its tile and its rows; the token behind it."""
-        slot = lax.rem(run, jnp.int32(self.num_buffers))
+        slot = self._buffer(run)
         token, size = self._next_run(token)
         self.runs.size[slot] = size
 
         @pl.when(size > 0)
         def _() -> None:
             first = self.slots[token]
-            tile = lax.div(first, jnp.int32(self.tile_slots))
+            tile, place = divided(first, self.tile_slots)
             others = [self.runs.tile[i] == tile for i in range(self.num_buffers)]
             is_late = functools.reduce(jnp.logical_or, others)
             self.runs.tile[slot] = tile
             self.runs.token[slot] = token
-            self.runs.place[slot] = lax.rem(first, jnp.int32(self.tile_slots))
+            self.runs.place[slot] = place
             self.runs.is_late[slot] = is_late.astype(jnp.int32)
             self._new_rows(slot, "start")
             pl.when(~is_late & (size < self.tile_slots))(lambda: self._reads(slot, "start"))
@@ -217,14 +218,14 @@ class RunWriter:
         lax.fori_loop(
             written,
             stop,
-            lambda run, _: self._writes(lax.rem(run, jnp.int32(self.num_buffers)), "wait"),
+            lambda run, _: self._writes(self._buffer(run), "wait"),
             None,
         )
         return jnp.maximum(written, stop)
 
     def change(self, at: Place) -> Place:
         """Write the run, and start the copies of a later one."""
-        slot = lax.rem(at.run, jnp.int32(self.num_buffers))
+        slot = self._buffer(at.run)
         is_late = self.runs.is_late[slot] == 1
         behind = at.run + (self.ahead + 1 - self.num_buffers)
         written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
@@ -287,7 +288,7 @@ class RunWriter:
         token = lax.fori_loop(0, self.ahead, self.fetch, jnp.int32(0))
 
         def is_run(at: Place) -> Array:
-            return self.runs.size[lax.rem(at.run, jnp.int32(self.num_buffers))] > 0
+            return self.runs.size[self._buffer(at.run)] > 0
 
         end = _while_it_holds(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
         self.wait_for_writes(end.written, end.run)

@@ -132,8 +132,7 @@ class ForwardRefs(KvRefs):
     lse_tokens: Any = None  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
     earlier_lse: Any = None
-    lse_m: Any = None  # (rows, LANES) maxima and sums of the heads, each in its lane
-    lse_l: Any = None
+    lse_rows: Any = None  # (rows, LANES) of the heads, each in its lane
     token_semaphores: Any = None  # of queries, of out, of lse
 
 

@@ -16,6 +16,7 @@ and values that no row sees are set to zero, so that their NaN are not multiplie
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from torch_paged_attn.backends.tpu.dtypes import numbers_of_word
 from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
 from torch_paged_attn.backends.tpu.kernels.dropout import kept
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, TokenBias
@@ -78,7 +80,12 @@ def attention_of_tokens_kernel(
         pl.when(has_following)(following.fetch)
         loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
         rows.begin_results(step > 0)
-        attention.for_heads(lambda heads: attention.finish(heads, rows))
+        finish = functools.partial(attention.finish, rows=rows)
+        if options.tile_q == 1:
+            attention.for_heads(finish)
+        else:  # stores with strides are of whole words, at places that are known
+            words = numbers_of_word(options.out_dtype)
+            attention.for_heads(finish, words // math.gcd(words, options.group_size))
         rows.write_results(~has_following)
 
 
@@ -92,13 +99,15 @@ class TileAttention:
     options: Options
     tile: Array
 
-    def for_heads(self, body: Any) -> None:
-        """`body(heads)` for all heads, as many at a time as are computed on together."""
-        for_heads(self.softmax.m_i.shape[:2], body)
+    def for_heads(self, body: Any, unit: int = 0) -> None:
+        """`body(heads)` for all heads, as many at a time as are computed on together; with a
+        `unit`, of which that many is a multiple, heads are no numbers of a loop.
+        """
+        for_heads(self.softmax.m_i.shape[:2], body, unit)
 
     def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
         """Write the results of some heads, of which every key has been folded in."""
-        refs, options = self.refs, self.options
+        refs, options, results = self.refs, self.options, []
         for head in heads:
             sink = None if refs.sinks is None else refs.sinks[0, head]
             finish = self.softmax.finish if rows is None else self.softmax.finish_rows
@@ -107,10 +116,14 @@ class TileAttention:
                 factor = self.factor(refs.out_factor, head)[: out.shape[0]]
                 out = out * across(factor, out.shape[1])
             if rows is not None:
-                rows.put(head, out, *lse)
+                results.append((out, *lse))
                 continue
             refs.out[0, head] = out.astype(refs.out.dtype)
             refs.lse[0, pl.ds(head, 1), :] = lse[0]
+        if rows is not None:
+            outs, of_rows = zip(*results, strict=True)
+            rows.put(heads, outs)
+            rows.put_lse(heads, of_rows)
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
         """(rows, n) of as many arrays (rows, n) as KV heads are stacked: a row comes from its own

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.dtypes import LANES, rows_of_tile, widen
+from torch_paged_attn.backends.tpu.dtypes import LANES, divided, rows_of_tile, widen
 from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
@@ -248,7 +248,7 @@ class KvLoader(Ring):
         """How many blocks the tile visits."""
         if self.refs.visits is not None:
             return self.refs.num_visits[tile]
-        stop = lax.div(self.refs.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+        stop, _ = divided(self.refs.tiles.stop[tile] + (self.block_k - 1), self.block_k)
         return stop - self._first_block(tile)
 
     def block(self, tile: Array, turn: Array) -> Array:
@@ -268,14 +268,18 @@ class KvLoader(Ring):
         return lax.div(part, jnp.int32(apart // num_kv_heads))
 
     def _first_block(self, tile: Array) -> Array:
-        return lax.div(self.refs.tiles.start[tile], jnp.int32(self.block_k))
+        if self.options.window.left < 0:
+            return jnp.int32(0)
+        return divided(self.refs.tiles.start[tile], self.block_k)[0]
 
     def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
         """The first and the end of the block's pages that some token of the tile sees."""
-        size = jnp.int32(self.page_size)
-        first = lax.div(self.refs.tiles.start[tile], size) - block * self.pages
-        stop = lax.div(self.refs.tiles.stop[tile] + (self.page_size - 1), size)
-        return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+        size, first = self.page_size, jnp.int32(0)
+        if self.options.window.left >= 0:  # else no copy waits for a comparison with it
+            first = divided(self.refs.tiles.start[tile], size)[0] - block * self.pages
+            first = jnp.maximum(first, 0)
+        stop, _ = divided(self.refs.tiles.stop[tile] + (size - 1), size)
+        return first, jnp.minimum(stop - block * self.pages, self.pages)
 
     def piece_of(self, buffers: Any, slot: Array, place: Array, width: int, head: Any) -> Array:
         """Keys or values of one KV head, (width // fold, n): piece `place` of the block in this
@@ -373,8 +377,8 @@ class KvLoader(Ring):
         if together == self.pages:
             start_some(0, None)
         else:
-            end = lax.div(stop + (together - 1), jnp.int32(together))
-            lax.fori_loop(lax.div(first, jnp.int32(together)), end, start_some, None)
+            end, _ = divided(stop + (together - 1), together)
+            lax.fori_loop(divided(first, together)[0], end, start_some, None)
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)

@@ -345,8 +345,7 @@ def attend_tokens(
         "q": pltpu.VMEM((1, heads, whole_rows, width_k), q.dtype),
         "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
-        "lse_m": pltpu.VMEM(statistics, jnp.float32),
-        "lse_l": pltpu.VMEM(statistics, jnp.float32),
+        "lse_rows": pltpu.VMEM(statistics, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
         **_buffers_and_state(pages, options, heads, whole_rows, modifiers.token_scales),
     }

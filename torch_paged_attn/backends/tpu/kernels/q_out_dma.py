@@ -7,6 +7,7 @@ words of 32 bits: of numbers of 16 bits, two heads at a time, which are taken ap
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,7 +55,12 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
             return count + 1
 
         of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
-        return lax.fori_loop(0, jnp.where(is_chosen, of_sequence, 0), write, count)
+        of_sequence = jnp.where(is_chosen, of_sequence, 0)
+        if refs.layout_words is not None:
+            return lax.fori_loop(0, of_sequence, write, count)
+        # the first one without a branch: the next tile is written over what is none
+        write(jnp.int32(0), count)
+        return lax.fori_loop(1, of_sequence, write, count + jnp.minimum(of_sequence, 1))
 
     batch = refs.cu_seqlens.shape[0] - 1
     count = lax.fori_loop(0, batch, cut, jnp.int32(0))
@@ -204,51 +210,55 @@ class TokenRows:
             before = dataclasses.replace(self, tile=self.tile - self.options.config.num_cores)
             before.wait_for_results()
 
-        self.refs.lse_m[...] = jnp.zeros_like(self.refs.lse_m)
-        self.refs.lse_l[...] = jnp.zeros_like(self.refs.lse_l)
+        if self.options.tile_q == 1:  # whose rows are summed up
+            self.refs.lse_rows[...] = jnp.zeros_like(self.refs.lse_rows)
 
-    def put(self, head: Any, out: Array, m: Array, total: Array) -> None:
-        """Results of one KV head: `out` (rows, n), maxima and sums (rows, LANES), lanes alike."""
-        refs, options = self.refs, self.options
-        lane, row = (lax.broadcasted_iota(jnp.int32, refs.lse_m.shape, axis) for axis in (1, 0))
-        if options.tile_q == 1:
-            count = refs.out_tokens.shape[2]
-            own = out.astype(refs.out_tokens.dtype)
-            refs.out_tokens[0, head, :, : out.shape[1]] = own[:count]
-            # rows behind the queries' have no lane
-            parts = [(slice(None), jnp.where(row < count, row + head * count, -1))]
-        else:
-            # the queries are not needed any more
-            refs.q[0, head, : out.shape[0], : out.shape[1]] = out.astype(refs.q.dtype)
-            tile_q, first = options.tile_q, head * options.group_size
-            parts = [
-                (slice(i * tile_q, (i + 1) * tile_q), first + i) for i in range(options.group_size)
-            ]
-        # a query head's statistics go to its lane
-        whole_m, whole_l = refs.lse_m[...], refs.lse_l[...]
-        for part, query_head in parts:
-            is_own = lane == query_head
-            whole_m = jnp.where(is_own, m[part], whole_m)
-            whole_l = jnp.where(is_own, total[part], whole_l)
-        refs.lse_m[...], refs.lse_l[...] = whole_m, whole_l
+    def put(self, heads: list[Any], outs: Sequence[Array]) -> None:
+        """The outputs (rows, n) of neighbouring KV heads, which have whole words of a token."""
+        tokens, options = self.refs.out_tokens, self.options
+        tile_q, group_size = options.tile_q, options.group_size
+        outs = [out.astype(tokens.dtype) for out in outs]
+        if tile_q == 1:
+            for head, out in zip(heads, outs, strict=True):
+                tokens[0, head, :, : out.shape[1]] = out[:group_size]
+            return
+        count = numbers_of_word(tokens.dtype)
+        of_heads = [x[i * tile_q : (i + 1) * tile_q] for x in outs for i in range(group_size)]
+        first = heads[0] * group_size // count
+        for part in range(tokens.shape[0]):
+            own = [x[:, part * LANES : (part + 1) * LANES] for x in of_heads]
+            for i in range(0, len(own), count):
+                self._store(tokens.at[part], first + i // count, own[i : i + count])
+
+    @property
+    def _lse(self) -> Any:
+        """Base-2 lse of the tile's rows (rows, LANES), where each query head has a lane."""
+        if self.options.tile_q == 1 or self.options.interpret:
+            return self.refs.lse_rows
+        return self.refs.lse_tokens.reshape(self.options.tile_q, LANES)
+
+    def put_lse(self, heads: list[Any], lse: Sequence[Array]) -> None:
+        """Base-2 lse of some KV heads, (rows, LANES) with lanes alike, to the heads' lanes."""
+        tile_q, group_size, rows = self.options.tile_q, self.options.group_size, self._lse
+        lane, row = (lax.broadcasted_iota(jnp.int32, rows.shape, i) for i in (1, 0))
+        whole = rows[...]
+        for head, own in zip(heads, lse, strict=True):
+            if tile_q == 1:  # rows behind the queries' have no lane
+                is_own = (lane == row + head * group_size) & (row < group_size)
+                whole = jnp.where(is_own, own, whole)
+                continue
+            for i in range(group_size):
+                part = own[i * tile_q : (i + 1) * tile_q]
+                whole = jnp.where(lane == head * group_size + i, part, whole)
+        rows[...] = whole
 
     def write_results(self, is_last: Array) -> None:
         """Start the copies of the tile's results; the core's last tile waits for them."""
         refs, options = self.refs, self.options
-        if options.tile_q > 1:
-            count = numbers_of_word(refs.out_tokens.dtype)
-            for part, lanes in _lanes(refs.out_tokens.shape[0]):
-                tokens = refs.out_tokens.at[part]
-                for word in self._words(tokens):
-                    places = [self._rows_of(tokens, word, i) for i in range(count)]
-                    heads = [refs.q[0, head, rows, lanes] for head, rows in places]
-                    self._store(tokens, word, heads)
-        total = refs.lse_l[...]
-        lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
         if options.tile_q == 1:
-            refs.lse_tokens[0] = jnp.sum(lse, axis=0, keepdims=True)
-        else:
-            refs.lse_tokens[:, 0, :] = lse
+            refs.lse_tokens[0] = jnp.sum(refs.lse_rows[...], axis=0, keepdims=True)
+        elif options.interpret:  # else it is there
+            refs.lse_tokens[:, 0, :] = refs.lse_rows[...]
         self._move("results", "start")
         pl.when(is_last)(self.wait_for_results)
 

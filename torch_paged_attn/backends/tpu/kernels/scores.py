@@ -257,18 +257,21 @@ class Pieces:
             pl.when(~is_full)(walk_parts)
 
 
-def for_heads(sizes: Sequence[int], body: Callable[[list[Any]], None]) -> None:
+def for_heads(sizes: Sequence[int], body: Callable[[list[Any]], None], unit: int = 0) -> None:
     """`body(heads)` for all heads, as many at a time as are computed on together; `sizes` are the
-    numbers of heads and of a head's rows.
+    numbers of heads and of a head's rows. With a `unit`, of which that many is a multiple, there is
+    no loop.
     """
     num_heads, rows = sizes
-    most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
-    together = max(n for n in range(1, most + 1) if num_heads % n == 0)
+    step = max(unit, 1)
+    most = min(MOST_HEADS, max(step, MOST_ROWS // rows))
+    together = max(n for n in range(step, most + 1, step) if num_heads % n == 0)
 
     def attend_some(i: Any, _: None) -> None:
         body([i * together + j for j in range(together)])
 
-    if num_heads == together:
-        attend_some(0, None)
+    if unit or num_heads == together:
+        for i in range(num_heads // together):
+            attend_some(i, None)
     else:
         lax.fori_loop(0, num_heads // together, attend_some, None)

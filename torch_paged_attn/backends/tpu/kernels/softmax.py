@@ -146,15 +146,14 @@ class Softmax:
         self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
     ) -> tuple[Array, Array]:
         """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head."""
-        out, m, divisor = self.finish_rows(head, sink, dtype, fold)
-        return out, _as_row(m) + jnp.log2(_as_row(divisor))
+        out, lse = self.finish_rows(head, sink, dtype, fold)
+        return out, _as_row(lse)
 
     def finish_rows(
         self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
-    ) -> tuple[Array, Array, Array]:
-        """The output (rows, head_dim_v), and m and divisor (rows, LANES), with the same number in
-        all lanes: lse in base 2 is `m + log2(divisor)`. Resets the head: its stores are hidden by
-        the arithmetic here.
+    ) -> tuple[Array, Array]:
+        """The output (rows, head_dim_v), and lse in base 2 (rows, LANES), with the same number in
+        all lanes. Resets the head: its stores are hidden by the arithmetic here.
 
         `sink` (rows, 1): one more logit of each row. If each row stands in the state `fold` times,
         each time with some of the keys, these become one (see `_merge`).
@@ -176,4 +175,4 @@ class Softmax:
         else:
             guess = reciprocal(divisor, approx=True)
             out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
-        return out, m, divisor
+        return out, m + jnp.log2(divisor)
