@@ -248,7 +248,7 @@ def launch_extension() -> Extension:
 
 
 def wheel_for_every_python() -> type:
-    """The command that makes a wheel: the library needs torch, and nothing of Python."""
+    """The command that makes a wheel: its libraries need the stable ABIs of torch and Python."""
     try:
         from setuptools.command.bdist_wheel import bdist_wheel
     except ImportError:  # before setuptools 70.1
