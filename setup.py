@@ -127,6 +127,7 @@ class BuildKernels(build_ext):
 
     def build_extensions(self) -> None:
         self.compile_plain = self.compiler.compile
+        self.compiler.compile = self.compile_at_once
         super().build_extensions()
 
     def compile_isa(self, isa: str, level: list[str]) -> list[str]:
@@ -155,9 +156,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         if extension.name == LAUNCH:
-            self.compiler.compile = self.compile_plain
             return super().build_extension(extension)
-        self.compiler.compile = self.compile_at_once
         levels = levels_here()
         compiling = self.compile_kernels(levels)
         without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
@@ -181,6 +180,8 @@ class BuildKernels(build_ext):
 
     def compile_at_once(self, sources: list[str], **options) -> list[str]:
         """Two objects of all files, at once: most of what one takes are torch's headers."""
+        if len(sources) == 1:
+            return self.compile_plain(sources, **options)
         halves = []
         for i in range(2):
             half = Path(self.build_temp, f"ops_{i}.cpp")
