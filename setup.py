@@ -9,8 +9,8 @@ compiles the kernels, which need no torch, while torch is still fetched; build_e
 objects.
 PAGED_ATTN_TORCH names the folder of the torch whose headers are used; by default that of this
 Python (`tools/build_backend` finds it in the environment that pip installs into). Only libtorch's
-stable ABI is used: one library serves every supported torch and Python, and needs no header of
-Python.
+stable ABI is used: one library serves every supported torch and Python. Beside it is a small one of
+Python's stable ABI that starts Triton's kernels, and needs no CUDA.
 """
 
 import os
@@ -31,6 +31,7 @@ from setuptools.errors import CompileError
 
 WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
 OLDEST_TORCH, TORCH_2_11 = (2, 11), "0x020b000000000000"
+LAUNCH = "torch_paged_attn._launch"
 # the commands that compile
 COMPILING = {"build_ext", "bdist_wheel", "editable_wheel", "build", "install", "develop"}
 
@@ -159,6 +160,8 @@ class BuildKernels(build_ext):
             }
 
     def build_extension(self, extension: Extension) -> None:
+        if extension.name == LAUNCH:
+            return super().build_extension(extension)
         levels = levels_here()
         compiling = self.compile_kernels(levels)
         without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
@@ -178,10 +181,12 @@ class BuildKernels(build_ext):
             )
         for isa in compiling.keys() - without.keys() - parsed:
             extension.extra_objects += compiling[isa].result()
-        super().build_extension(extension)
+        return super().build_extension(extension)
 
     def compile_at_once(self, sources: list[str], **options) -> list[str]:
         """Two objects of all files, at once: most of what one takes are torch's headers."""
+        if len(sources) == 1:
+            return self.compile_plain(sources, **options)
         halves = []
         for i in range(2):
             half = Path(self.build_temp, f"ops_{i}.cpp")
@@ -204,6 +209,8 @@ class BuildObjects(BuildKernels):
         super().run()
 
     def build_extension(self, extension: Extension) -> None:
+        if extension.name == LAUNCH:
+            return
         for made in self.compile_kernels(levels_here()).values():
             made.result()
 
@@ -237,8 +244,17 @@ def extension() -> Extension:
     )
 
 
+def launch_extension() -> Extension:
+    """The library that starts Triton's kernels: one for every Python. Without it, where Python's
+    headers are missing, Triton's own launchers do.
+    """
+    flags = ["-O2", "-g0", "-fvisibility=hidden"]
+    source = ["csrc/python/launch.c"]
+    return Extension(LAUNCH, source, py_limited_api=True, extra_compile_args=flags, optional=True)
+
+
 def wheel_for_every_python() -> type:
-    """The command that makes a wheel: the library needs torch, and nothing of Python."""
+    """The command that makes a wheel: its libraries need the stable ABIs of torch and Python."""
     try:
         from setuptools.command.bdist_wheel import bdist_wheel
     except ImportError:  # before setuptools 70.1
@@ -254,9 +270,11 @@ def wheel_for_every_python() -> type:
 def options() -> dict:
     if WANTED == "0":
         return {}
+    # it calls the dynamic linker of Linux
+    launching = [launch_extension()] if sys.platform == "linux" else []
     commands = {"build_ext": BuildKernels, "build_kernels": BuildObjects}
     commands["bdist_wheel"] = wheel_for_every_python()
-    return {"ext_modules": [extension()], "cmdclass": commands}
+    return {"ext_modules": [extension(), *launching], "cmdclass": commands}
 
 
 if not (find_spec("setuptools.command.bdist_wheel") or find_spec("wheel")):

@@ -20,7 +20,7 @@ def commands() -> list[dict[str, Any]]:
     arguments = mock.patch.object(sys, "argv", ["setup.py", "build_ext"])
     with contextlib.chdir(ROOT), arguments, mock.patch("setuptools.setup", given.update):
         build = runpy.run_path("setup.py")
-    (extension,) = given["ext_modules"]
+    extension, *_ = given["ext_modules"]
     flags = {
         f"csrc/isa/{isa}.cpp": [*build["KERNEL_FLAGS"], *own]
         for isa, own in build["ISA_FLAGS"].items()

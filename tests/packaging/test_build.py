@@ -36,7 +36,7 @@ def setup(monkeypatch):
 def build(setup, monkeypatch):
     """Builds with a compiler that refuses some ISAs; what it builds, and what it defines."""
     monkeypatch.setattr(build_ext, "build_extension", lambda *_: None)
-    (extension,) = setup["options"]["ext_modules"]
+    extension, *_ = setup["options"]["ext_modules"]
     command = setup["options"]["cmdclass"]["build_ext"](setuptools.Distribution())
     command.build_temp = ""
 

@@ -25,6 +25,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
 import no_gpu
 
+# built beside the CPU kernels; without it, Triton's launchers start kernels
+LIBRARY = Path(torch_paged_attn.__file__).with_name("_launch.abi3.so")
+
 
 def selected(of):
     """Lists of keys: their plans start with addresses, or for the first time with tensors."""
@@ -85,7 +88,8 @@ def named(launches, tensors):
 
 def both_ways():
     """Of each call: what the driver is handed by a kernel that is made ready, when it is started
-    again, and by Triton; and how often Triton was asked for the second of them.
+    again, by Triton's launcher from `ReadyKernel`, and by Triton; and how often Triton was asked
+    for the second of them. And whether kernels were started from C.
     """
     noted = no_gpu.Launches(no_gpu.pretend())
     from triton.runtime.jit import JITFunction
@@ -113,9 +117,15 @@ def both_ways():
         asked.clear()
         again, count = take(), len(asked)
         JITFunction.run = run
+        kernels = [x for x, _ in launch_cache._kernels._entries.values()]
+        from_c = all(x.types is not None for x in kernels)
+        launch_cache.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launcher, "starter_type", lambda: None)
+            by_launcher = take()
         launch_cache.IS_KNOWN = False
         launch_cache.clear()
-        found[label] = first, again, take(), count
+        found[label] = first, again, by_launcher, take(), count, from_c
     return found
 
 
@@ -127,8 +137,9 @@ def launches():
 
 @pytest.mark.parametrize("label", CALLS)
 def test_the_driver_is_handed_what_triton_hands_it(label, launches):
-    first, again, by_triton, asked = launches[label]
-    assert first and again == first and asked == 0
+    first, again, by_launcher, by_triton, asked, from_c = launches[label]
+    assert first and again == first and by_launcher == first and asked == 0
+    assert from_c == LIBRARY.exists()
     if label == "odd group":
         by_triton = [as_filled(a, b) for a, b in zip(by_triton, first, strict=True)]
     assert by_triton == first
@@ -142,7 +153,7 @@ def as_filled(by_triton, ours):
 
 
 def test_boxes_hold_the_heads_of_an_odd_group(launches):
-    (first, *_), _, (by_triton, *_), _ = launches["odd group"]
+    (first, *_), _, _, (by_triton, *_), *_ = launches["odd group"]
     of_queries = [
         (ours.box, theirs.box)
         for ours, theirs in zip(first.parameters, by_triton.parameters, strict=True)

@@ -322,7 +322,10 @@ class Launch:
     `is_ready`, `start` takes addresses in place of tensors, and nothing is looked up.
     """
 
-    __slots__ = ("_constants", "_noted", "_ready", "grid", "is_ready", "kernel", "options")
+    __slots__ = (
+        *("_constants", "_device", "_noted", "_ready", "_start"),
+        *("grid", "is_ready", "kernel", "options"),
+    )
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self.kernel, self.options = kernel, options
@@ -331,15 +334,11 @@ class Launch:
         self._ready: ReadyKernel | None = None
         self._noted: Any = None  # what `note` gets
         self._constants: tuple[Any, ...] = ()
+        self._start: Any = None
 
     def start(self, *addresses: Any) -> None:
         """Launch with addresses, None, and tuples of those."""
-        ready: Any = self._ready
-        given = *addresses, *self._constants
-        if ready.takes_tuple:
-            ready.launcher(*self.grid, current_stream(ready.device), *ready.fixed, given)
-        else:
-            ready.launcher(*self.grid, current_stream(ready.device), *ready.fixed, *given)
+        self._start(current_stream(self._device), *addresses)
 
     @property
     def map_arguments(self) -> Callable[[int, Any, int], list[Any]]:
@@ -377,9 +376,10 @@ class Launch:
                 launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
         return launch
 
-    def _take(self, ready: ReadyKernel | None, num_pointers: int) -> None:
+    def _take(self, ready: Any, num_pointers: int) -> None:
         names = self.kernel.arg_names[num_pointers:]
         self._constants = tuple([self.options[name] for name in names])
+        self._start, self._device = ready.starter(self.grid, self._constants), ready.device
         # in this order, because another thread may be reading
         self._ready = ready
         self.is_ready = True

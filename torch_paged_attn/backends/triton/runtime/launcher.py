@@ -4,10 +4,14 @@
 `ReadyKernel` calls the launcher under it with addresses, and keeps descriptions of tensor maps.
 The launchers of Triton 3.6 to 3.9 are known. 3.6 compiles one for each kernel's signature, which
 takes the kernel's arguments one by one; later versions have one function for all kernels, which
-takes them as a tuple. With another Triton, Triton launches.
+takes them as a tuple. Both go through all of them at every launch; our `Starter` (csrc/python),
+where it is built, through those alone that change. With another Triton, Triton launches.
 """
 
+import functools
+import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +42,29 @@ def unknown_triton() -> str | None:
     )
 
 
+# (stream, *arguments): starts a kernel
+Start = Callable[..., None]
+
+# the types of parameters that a `Starter` writes
+KNOWN = frozenset(("constexpr", "nvTmaDesc", "fp32", "i1", "i8", "i16", "i32", "i64", "u64"))
+
+# a launch with more shared memory has an attribute of its own (Triton 3.8)
+MOST_SHARED = 228 << 10
+
+
+@functools.cache
+def starter_type() -> Any:
+    """The type that starts kernels from C; None where it is not built, or there is no driver."""
+    try:
+        return importlib.import_module("torch_paged_attn._launch").Starter
+    except ImportError:
+        return None
+
+
 class ReadyKernel:
     """A compiled kernel that can be started on one device. `launcher` takes grid, stream, `fixed`,
-    and the kernel's addresses and constants: one by one, or with `takes_tuple` as a tuple.
+    and the kernel's addresses and constants: one by one, or with `takes_tuple` as a tuple. `types`
+    are those of its arguments if a `Starter` can start it, else None.
     `describe_map` returns the arguments that the launcher takes for a tensor map, from the map and
     its number among the kernel's. `compiled` is Triton's object, which unloads the kernel from the
     device when nothing refers to it any more.
@@ -48,7 +72,7 @@ class ReadyKernel:
 
     __slots__ = (
         *("_describe_map", "_maps", "compiled", "device", "fixed", "launcher"),
-        "takes_tuple",
+        *("takes_tuple", "types"),
     )
 
     def __init__(
@@ -59,10 +83,28 @@ class ReadyKernel:
         device: int,
         takes_tuple: bool = False,
         compiled: Any = None,
+        types: tuple[Any, ...] | None = None,
     ) -> None:
         self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
         self.device, self.takes_tuple, self.compiled = device, takes_tuple, compiled
+        self.types = types
         self._maps = LRU(MOST_MAPS)
+
+    def starter(self, grid: tuple[int, ...], constants: tuple[Any, ...]) -> Start:
+        """A function that starts the kernel with a grid and constants."""
+        if self.types is not None:
+            function, _, is_dependent = self.fixed[:3]
+            warps, _, shared = self.compiled.packed_metadata
+            given = len(self.types) - len(constants)
+            size = function, grid, 32 * warps, shared, is_dependent
+            return starter_type()(*size, self.types, given, constants)
+        launcher, fixed, takes_tuple = self.launcher, self.fixed, self.takes_tuple
+
+        def start(stream: int, *addresses: Any) -> None:
+            given = *addresses, *constants
+            launcher(*grid, stream, *fixed, *((given,) if takes_tuple else given))
+
+        return start
 
     def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
         """The launcher's arguments for tensors, None, tensor maps, and groups of the first two."""
@@ -113,6 +155,35 @@ def as_filled(description: Any, tensor_map: Any) -> Any:
     return description | {"block_size": [*box[:-1], description["block_size"][-1]]}
 
 
+def _types_of(compiled: Any) -> tuple[Any, ...] | None:
+    """The types of a kernel's arguments if a `Starter` can start it, with the parts of each tensor
+    map; None if not.
+    """
+    warps_clusters_shared = compiled.packed_metadata
+    if starter_type() is None or compiled.run.launch_cooperative_grid:
+        return None
+    if warps_clusters_shared[1] != 1 or warps_clusters_shared[2] > MOST_SHARED:
+        return None
+    is_described = bool(getattr(compiled.metadata, "tensordesc_meta", None))
+    types: list[Any] = []
+    for x in compiled.src.signature.values():
+        if isinstance(x, str) and x.startswith("tensordesc"):
+            box = re.search(r"\[([^]]*)", x)
+            if box is None or not is_described:
+                return None
+            rank = box[1].count(",") + 1
+            types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
+        else:
+            types.append(x)
+    return tuple(types) if _are_known(types) else None
+
+
+def _are_known(types: Any) -> bool:
+    return all(
+        _are_known(x) if isinstance(x, tuple) else x.startswith("*") or x in KNOWN for x in types
+    )
+
+
 def ready_kernel(compiled: Any, device: int) -> ReadyKernel | None:
     """The kernel that Triton has compiled for a device, ready to start; None if only Triton can
     start it.
@@ -138,10 +209,11 @@ def ready_kernel(compiled: Any, device: int) -> ReadyKernel | None:
         return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map), *unused)
 
     no_scratch = no_hooks = None, None
+    types = _types_of(compiled)
     fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
     if VERSION < (3, 7):
         fixed = *fixed, *no_scratch, compiled.packed_metadata, None, *no_hooks
-        return ReadyKernel(launcher, fixed, describe_map, device, compiled=compiled)
+        return ReadyKernel(launcher, fixed, describe_map, device, False, compiled, types)
     described = run.arg_annotations, run.kernel_signature
     fixed = *fixed, compiled.packed_metadata, None, *no_hooks, *no_scratch, *described
-    return ReadyKernel(launcher, fixed, describe_map, device, takes_tuple=True, compiled=compiled)
+    return ReadyKernel(launcher, fixed, describe_map, device, True, compiled, types)
