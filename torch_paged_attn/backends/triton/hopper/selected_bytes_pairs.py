@@ -43,7 +43,7 @@ from torch_paged_attn.backends.triton.hopper.selected_few_heads import (
     thread_sums,
 )
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
-from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES, thread_barrier
+from torch_paged_attn.backends.triton.hopper.work_info import WORD, thread_barrier
 
 # weights are at most 2**RESCALE_THRESHOLD, and float16 is less than 2**16
 ROOM = gl.constexpr(2.0**-8)
@@ -197,7 +197,7 @@ def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     pipelines.q.wait(0)
-    pairs = work_info.get(0, NUM_KV_TILES)
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)
     while pairs > 0:
         factor = _take_queries(pipelines.q, split, OPTIONS)
         m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
@@ -222,7 +222,7 @@ def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
         finish_few(tile, m_i, l_i, found, params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)
-        pairs = work_info.get(tile, NUM_KV_TILES)
+        pairs = work_info.get(tile, WORD.NUM_KV_TILES)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.producer import key_range_of
 from torch_paged_attn.backends.triton.hopper.shared_memory import stages_of_scales
-from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES
+from torch_paged_attn.backends.triton.hopper.work_info import WORD
 
 stages_of = gluon.constexpr_function(stages_of_scales)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)
@@ -86,7 +86,7 @@ def produce_scales(params, pipelines, OPTIONS: gl.constexpr):
     n = 0
     tile = 0
     work_info.wait(0)
-    num_kv_tiles = work_info.get(0, NUM_KV_TILES)
+    num_kv_tiles = work_info.get(0, WORD.NUM_KV_TILES)
     while num_kv_tiles > 0:
         keys, start = key_range_of(params, work_info, tile, OPTIONS)
         for _ in range(num_kv_tiles):
@@ -98,4 +98,4 @@ def produce_scales(params, pipelines, OPTIONS: gl.constexpr):
             n += 1
         tile += 1
         work_info.wait(tile)
-        num_kv_tiles = work_info.get(tile, NUM_KV_TILES)
+        num_kv_tiles = work_info.get(tile, WORD.NUM_KV_TILES)
