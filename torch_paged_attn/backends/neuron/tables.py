@@ -191,8 +191,9 @@ def has_token_scales(call: AttentionCall) -> bool:
 
 def descales_of(call: AttentionCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of queries, keys and values, those that rows of queries have to themselves."""
-    by_row = not has_token_scales(call)
-    return (call.q_descale, *(x if by_row else None for x in (call.k_descale, call.v_descale)))
+    if has_token_scales(call):
+        return call.q_descale, None, None
+    return call.q_descale, call.k_descale, call.v_descale
 
 
 def token_scales(

@@ -178,12 +178,13 @@ class _Workspace:
 
 
 def _strides(call: AttentionCall, x: Tensor, scale: Tensor | None) -> UnpackStrides:
-    of_scale = (0, 0, 0)
-    if scale is not None:
-        of_scale = (*(0, 0, *scale.stride())[-2:], 0)
-        if is_by_token(scale, call.batch):
-            of_scale = scale.stride()
-    return UnpackStrides(*x.stride()[:3], *of_scale)
+    page, head, slot = x.stride()[:3]
+    if scale is None:
+        return UnpackStrides(page, head, slot, 0, 0, 0)
+    if is_by_token(scale, call.batch):
+        return UnpackStrides(page, head, slot, *scale.stride())
+    of_batch, of_head = [0, 0, *scale.stride()][-2:]
+    return UnpackStrides(page, head, slot, of_batch, of_head, 0)
 
 
 def plan_attention(call: AttentionCall, longest: int = 0) -> Plan:
@@ -192,6 +193,7 @@ def plan_attention(call: AttentionCall, longest: int = 0) -> Plan:
     heads = heads_at_once(call)
     workspace = _Workspace(call, heads)
     room, names = support.key_bound(call), list(call.given_tensors())
+    assert call.block_table is not None  # `unprofitable` refuses packed keys
     target = target_of(call.q.device)
     programs = min(cdiv(room, BLOCK), max(RESIDENT * target.multiprocessors // heads, 1))
     new_out = Allocation(call.new_results()[0].shape, call.result_dtype, call.q.device)
@@ -203,11 +205,11 @@ def plan_attention(call: AttentionCall, longest: int = 0) -> Plan:
     for first in range(0, call.num_kv_heads, heads):
         count = min(heads, call.num_kv_heads - first)
         rows = slice(first * group, (first + count) * group)
-        given = {n: example[n][:, :count] if n != "block_table" else example[n] for n in replaced}
-        of_heads = {"q": call.q[:, rows]} | (
-            {} if call.sinks is None else {"sinks": call.sinks[rows]}
-        )
-        part = dataclasses.replace(call, **given, **of_heads)
+        given: dict[str, Any] = {n: x[:, :count] for n, x in example.items() if n != "block_table"}
+        given |= {"q": call.q[:, rows], "block_table": example["block_table"]}
+        if call.sinks is not None:
+            given["sinks"] = call.sinks[rows]
+        part = dataclasses.replace(call, **given)
         way = kernels.way_of(part, longest, None)
         form = FORM if way is None or way.form is None or way.form.tiles != "tall" else way.form
         start = hopper.plan_launches(part, of_example[:, rows], form=form)
@@ -235,9 +237,15 @@ def plan_attention(call: AttentionCall, longest: int = 0) -> Plan:
         given = dict(zip(names, tensors, strict=True))
         out, lse = new_out(), new_lse()
         made = workspace()
-        stored = (as_stored(given[x], target)[0] for x in ("k", "v"))
-        scales = (given.get(x) for x in ("k_descale", "v_descale"))
-        unpacked = Unpacked(*stored, *scales, given["block_table"], given["seqused_k"], *made)
+        unpacked = Unpacked(
+            as_stored(given["k"], target)[0],
+            as_stored(given["v"], target)[0],
+            given.get("k_descale"),
+            given.get("v_descale"),
+            given["block_table"],
+            given["seqused_k"],
+            *made,
+        )
         for count, rows, start, unpack, order in parts:
             unpack(unpacked)
             of_part = given | {

@@ -302,23 +302,22 @@ class KvLoader(Ring):
     def scales_of(self, slot: Array, head: Any, place: Array, width: int) -> tuple[Array, Array]:
         """Scales by token of one KV head's keys and values, (1, width) each: piece `place` of the
         block in this buffer."""
+        refs: Any = self.refs
         count = width // LANES
 
         def of(kind: int) -> Array:
             pages = (place * count + i for i in range(count))
-            rows = [self.refs.scale_buffers[slot, n, kind, pl.ds(head, 1), :] for n in pages]
+            rows = [refs.scale_buffers[slot, n, kind, pl.ds(head, 1), :] for n in pages]
             return jnp.concatenate(rows, axis=1)
 
         return of(0), of(1)
 
     def _scale_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        refs: Any = self.refs
         count = self.block_k // LANES
-        first = self.refs.scale_start[self.refs.tiles.sequence[tile]] + block * count
-        return pltpu.make_async_copy(
-            self.refs.token_scales.at[pl.ds(first, count)],
-            self.refs.scale_buffers.at[slot],
-            self.refs.semaphores.at[3, slot],
-        )
+        pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
+        of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
+        return pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot])
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
         if isinstance(self.refs, ForwardRefs) and self.refs.bias_rows is not None:
