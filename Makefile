@@ -187,7 +187,7 @@ test-tpu: install
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
 # What needs no GPU (the CPU's kernels, compiling for other chips, counts of kernels) is `make test`'s.
-NO_GPU := compiled cross_compile graphs launcher past_the_dispatcher serving shared_memory
+NO_GPU := compiled cross_compile graphs launcher past_the_dispatcher serving shared_memory unpacked
 FUZZ_SECONDS ?= 300
 test-gpu: export PYTHONPATH := $(CURDIR)
 test-gpu:

@@ -118,6 +118,7 @@ MAY_IMPORT = {
     "backends/triton": ("backends.triton", "lru", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
+        "backends.triton.inverse_lists",
     ),
     "backends/triton/hopper": (
         *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),

@@ -1,9 +1,9 @@
 """CONTRIBUTING's table of sizes follows the tree."""
 
-import pytest
 import sizes
 
-ALLOWED = 0.05
+# the table may be behind by so many files, and by one line of so many
+FILES, LINES = 3, 20
 
 
 def test_every_backend_has_a_row():
@@ -16,7 +16,6 @@ def test_the_table_follows_the_tree():
     written, found = sizes.written(), sizes.sizes()
     assert written.keys() == found.keys()
     for name, (files, lines) in found.items():
-        assert written[name] == (
-            pytest.approx(files, rel=ALLOWED, abs=2),
-            pytest.approx(lines, rel=ALLOWED),
-        ), f"{name}: run python tools/sizes.py"
+        is_near = abs(written[name][0] - files) <= FILES
+        is_near = is_near and abs(written[name][1] - lines) * LINES <= lines
+        assert is_near, f"{name}: run python tools/sizes.py"

@@ -30,7 +30,7 @@ CALLS = {
     "window": {"options": {"window_size_left": 3, "softcap": 5.0, "softmax_scale": 0.3}},
     "one sequence": {"lengths": (6,)},
     "more than 32 tokens": {"lengths": (0, 3), "new": 17},
-    "many tokens": {"lengths": (1, 0, -1), "new": FEW_TOKENS // 2, "table": (2, 2, 2)},
+    "many tokens": {"lengths": (1, 0, -1), "new": FEW_TOKENS // 2},
     "ragged": {"new": (2, 0, 1, 3), "seqlen_q": (1, 2, 0, 1)},
     "ragged keys, a page twice": {"new": (1, 3, 0, 2), "table": (2, 2, 2, 2), "lengths": (1,) * 4},
     "ragged, many tokens": {"new": (3, FEW_TOKENS, 0, 5), "seqlen_q": (1, 1, 0, 1)},

@@ -11,6 +11,8 @@ auditwheel repair --wheel-dir "$directory" --exclude libtorch.so --exclude libto
 
 python -m zipfile -e "$wheel" "$folder"
 library=$folder/torch_paged_attn/_C.abi3.so
+# setup.py goes on without it where no C compiler can build it; a release has it
+[ -f "$folder/torch_paged_attn/_launch.abi3.so" ] || { echo "_launch.abi3.so is missing" >&2; exit 1; }
 torch-abi-audit --check torch "$library"
 # auditwheel knows versions of symbols; what has none is found in whichever library is there, and has to be torch's
 if nm --dynamic --undefined-only "$library" | grep ' U ' | grep -v @ | grep -Ev ' (aoti_)?torch_'; then

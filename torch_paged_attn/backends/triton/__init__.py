@@ -87,7 +87,10 @@ class Triton(Backend):
     def notes(self) -> list[str]:
         """Which kernels are used on this machine."""
         from torch_paged_attn.backends.triton.hopper import support
-        from torch_paged_attn.backends.triton.runtime.launcher import unknown_triton
+        from torch_paged_attn.backends.triton.runtime.launcher import (
+            starter_type,
+            unknown_triton,
+        )
 
         if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
@@ -99,6 +102,11 @@ class Triton(Backend):
                 " torch_paged_attn.backends.triton says which, and why"
             )
         launches = [unknown] if (unknown := unknown_triton()) else []
+        if starter_type() is None:
+            launches.append(
+                "Triton's launcher starts kernels, which takes longer than from C:"
+                " torch_paged_attn/_launch.abi3.so is not built, or there is no CUDA driver"
+            )
         others = "reshape_and_cache and merge_states have one kernel for all GPUs"
         return [attention, others, *launches]
 
