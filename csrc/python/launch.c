@@ -19,37 +19,36 @@ typedef struct {
 
 typedef struct {
   unsigned grid[3], block[3], shared;
-  void *stream;
-  Attribute *attributes;
+  void* stream;
+  Attribute* attributes;
   unsigned num_attributes;
 } Config;  // CUlaunchConfig
 
 enum { DEPENDENT = 6 };  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 enum { MOST = 192, MOST_MAPS = 8, MAP_BYTES = 128 };
 
-static int (*launch)(const Config *, void *, void **, void **);
-static int (*get_context)(void **);
-static int (*set_context)(void *);
-static int (*retain_context)(void **, int);
-static int (*describe_error)(int, const char **);
+static int (*launch)(const Config*, void*, void**, void**);
+static int (*get_context)(void**);
+static int (*set_context)(void*);
+static int (*retain_context)(void**, int);
+static int (*describe_error)(int, const char**);
 
 typedef struct {
-  PyObject_HEAD
-  void *function;
+  PyObject_HEAD void* function;
   unsigned grid[3], threads, shared;
   int is_dependent, num_leaves, num_dynamic, num_parameters;
-  char leaves[MOST];        // of the arguments that a call gives: the kind of each leaf
+  char leaves[MOST];         // of the arguments that a call gives: the kind of each leaf
   uint64_t constants[MOST];  // the other parameters
 } Starter;
 
-static int fail(const char *text) {
+static int fail(const char* text) {
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, text);
   return -1;
 }
 
 // 'c' is no parameter; 0 is a type that is not known here
-static char kind_of(PyObject *type) {
-  const char *name = PyUnicode_AsUTF8AndSize(type, NULL);
+static char kind_of(PyObject* type) {
+  const char* name = PyUnicode_AsUTF8AndSize(type, NULL);
   if (!name) return 0;
   if (name[0] == '*') return 'p';
   if (!strcmp(name, "constexpr")) return 'c';
@@ -61,7 +60,7 @@ static char kind_of(PyObject *type) {
 }
 
 // the lowest bytes of `to` become the parameter: processors with GPUs are little-endian
-static int put(char kind, PyObject *x, uint64_t *to) {
+static int put(char kind, PyObject* x, uint64_t* to) {
   if (kind == 'f') {
     float value = (float)PyFloat_AsDouble(x);
     memcpy(to, &value, sizeof value);
@@ -73,7 +72,7 @@ static int put(char kind, PyObject *x, uint64_t *to) {
   return PyErr_Occurred() ? -1 : 0;
 }
 
-static int add_leaves(Starter *s, PyObject *type) {
+static int add_leaves(Starter* s, PyObject* type) {
   if (PyTuple_Check(type)) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(type); i++)
       if (add_leaves(s, PyTuple_GetItem(type, i))) return -1;
@@ -86,7 +85,7 @@ static int add_leaves(Starter *s, PyObject *type) {
   return 0;
 }
 
-static int add_constants(Starter *s, PyObject *type, PyObject *value) {
+static int add_constants(Starter* s, PyObject* type, PyObject* value) {
   if (PyTuple_Check(type)) {
     if (!PyTuple_Check(value) || PyTuple_Size(value) != PyTuple_Size(type))
       return fail("a group of other numbers");
@@ -103,7 +102,7 @@ static int add_constants(Starter *s, PyObject *type, PyObject *value) {
 
 // Starter(function, grid, threads, shared, is_dependent, types, number of arguments of a call,
 // values of the other arguments)
-static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
+static PyObject* make(PyTypeObject* type, PyObject* args, PyObject* names) {
   unsigned long long function;
   unsigned grid[3], threads, shared;
   int is_dependent;
@@ -113,10 +112,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
                         &shared, &is_dependent, &PyTuple_Type, &types, &given, &PyTuple_Type,
                         &values))
     return NULL;
-  PyObject *made = PyType_GenericNew(type, args, names);
+  PyObject* made = PyType_GenericNew(type, args, names);
   if (!made) return NULL;
-  Starter *s = (Starter *)made;
-  s->function = (void *)(uintptr_t)function;
+  Starter* s = (Starter*)made;
+  s->function = (void*)(uintptr_t)function;
   memcpy(s->grid, grid, sizeof grid);
   s->threads = threads, s->shared = shared, s->is_dependent = is_dependent;
   int failed = 0;
@@ -134,28 +133,28 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
 typedef struct {
   _Alignas(MAP_BYTES) unsigned char maps[MOST_MAPS][MAP_BYTES];
   uint64_t words[MOST];
-  void *parameters[MOST];
+  void* parameters[MOST];
   int num_leaves, num_parameters, num_maps;
 } Given;
 
 // a map is the last part of Triton's object
-static int put_map(Given *g, PyObject *x) {
-  static PyTypeObject *known = NULL;
+static int put_map(Given* g, PyObject* x) {
+  static PyTypeObject* known = NULL;
   static Py_ssize_t size = 0;
   if (Py_TYPE(x) != known) {
-    PyObject *found = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__basicsize__");
+    PyObject* found = PyObject_GetAttrString((PyObject*)Py_TYPE(x), "__basicsize__");
     size = found ? PyLong_AsSsize_t(found) : -1;
     Py_XDECREF(found);
     if (size < MAP_BYTES + (Py_ssize_t)sizeof(PyObject)) return fail("no tensor map");
     known = Py_TYPE(x);
   }
   if (g->num_maps == MOST_MAPS) return fail("too many tensor maps");
-  memcpy(g->maps[g->num_maps], (char *)x + size - MAP_BYTES, MAP_BYTES);
+  memcpy(g->maps[g->num_maps], (char*)x + size - MAP_BYTES, MAP_BYTES);
   g->parameters[g->num_parameters++] = g->maps[g->num_maps++];
   return 0;
 }
 
-static int add_given(const Starter *s, Given *g, PyObject *x) {
+static int add_given(const Starter* s, Given* g, PyObject* x) {
   if (PyTuple_Check(x)) {
     for (Py_ssize_t i = 0, n = PyTuple_Size(x); i < n; i++)
       if (add_given(s, g, PyTuple_GetItem(x, i))) return -1;
@@ -165,14 +164,14 @@ static int add_given(const Starter *s, Given *g, PyObject *x) {
   char kind = s->leaves[g->num_leaves++];
   if (kind == 'c') return 0;
   if (kind == 'm') return put_map(g, x);
-  uint64_t *to = &g->words[g->num_parameters];
+  uint64_t* to = &g->words[g->num_parameters];
   g->parameters[g->num_parameters++] = to;
   return put(kind, x, to);
 }
 
 // As Triton does: a thread that has called nothing of CUDA's yet has the first device's context.
-static int start(const Starter *s, void *stream, void **parameters) {
-  void *context = NULL;
+static int start(const Starter* s, void* stream, void** parameters) {
+  void* context = NULL;
   int error = get_context(&context);
   if (!error && !context) {
     error = retain_context(&context, 0);
@@ -180,18 +179,22 @@ static int start(const Starter *s, void *stream, void **parameters) {
   }
   if (error) return error;
   Attribute dependent = {DEPENDENT, 0, {1}};
-  Config config = {{s->grid[0], s->grid[1], s->grid[2]}, {s->threads, 1, 1}, s->shared, stream,
-                   &dependent, s->is_dependent != 0};
+  Config config = {{s->grid[0], s->grid[1], s->grid[2]},
+                   {s->threads, 1, 1},
+                   s->shared,
+                   stream,
+                   &dependent,
+                   s->is_dependent != 0};
   return launch(&config, s->function, parameters, NULL);
 }
 
 // starter(stream, *arguments)
-static PyObject *call(PyObject *self, PyObject *args, PyObject *names) {
-  const Starter *s = (const Starter *)self;
+static PyObject* call(PyObject* self, PyObject* args, PyObject* names) {
+  const Starter* s = (const Starter*)self;
   Py_ssize_t count = PyTuple_Size(args);
   Given g;
   g.num_leaves = g.num_parameters = g.num_maps = 0;
-  void *stream = count ? (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(args, 0)) : 0;
+  void* stream = count ? (void*)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(args, 0)) : 0;
   if (PyErr_Occurred()) return NULL;
   for (Py_ssize_t i = 1; i < count; i++)
     if (add_given(s, &g, PyTuple_GetItem(args, i))) return NULL;
@@ -201,48 +204,46 @@ static PyObject *call(PyObject *self, PyObject *args, PyObject *names) {
   }
   int n = s->num_parameters;
   for (int i = g.num_parameters; i < n; i++)
-    g.parameters[i] = (void *)&s->constants[i - s->num_dynamic];
+    g.parameters[i] = (void*)&s->constants[i - s->num_dynamic];
   uint64_t no_scratch = 0;  // two pointers that every kernel of Triton has
   g.parameters[n] = g.parameters[n + 1] = &no_scratch;
   if (!s->grid[0] || !s->grid[1] || !s->grid[2]) Py_RETURN_NONE;
   int error;
-  Py_BEGIN_ALLOW_THREADS
-  error = start(s, stream, g.parameters);
-  Py_END_ALLOW_THREADS
-  if (!error) Py_RETURN_NONE;
-  const char *text = NULL;
+  Py_BEGIN_ALLOW_THREADS error = start(s, stream, g.parameters);
+  Py_END_ALLOW_THREADS if (!error) Py_RETURN_NONE;
+  const char* text = NULL;
   describe_error(error, &text);
   return PyErr_Format(PyExc_RuntimeError, "the CUDA driver starts no kernel: %s (%d)",
                       text ? text : "unknown error", error);
 }
 
-static void drop(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
+static void drop(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
 }
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, (void *)make}, {Py_tp_call, (void *)call}, {Py_tp_dealloc, (void *)drop}, {0, NULL}};
+    {Py_tp_new, (void*)make}, {Py_tp_call, (void*)call}, {Py_tp_dealloc, (void*)drop}, {0, NULL}};
 static PyType_Spec spec = {"torch_paged_attn._launch.Starter", sizeof(Starter), 0,
                            Py_TPFLAGS_DEFAULT, slots};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_launch", NULL, -1, NULL,
-                                    NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_launch", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
-static void *find(void *library, const char *name) {
-  void *found = library ? dlsym(library, name) : NULL;
+static void* find(void* library, const char* name) {
+  void* found = library ? dlsym(library, name) : NULL;
   if (!found && !PyErr_Occurred())
     PyErr_Format(PyExc_ImportError, "libcuda.so.1 is not there, or has no %s", name);
   return found;
 }
 
 PyMODINIT_FUNC PyInit__launch(void) {
-  void *library = dlopen("libcuda.so.1", RTLD_LAZY);
-  *(void **)&launch = find(library, "cuLaunchKernelEx");
-  *(void **)&get_context = find(library, "cuCtxGetCurrent");
-  *(void **)&set_context = find(library, "cuCtxSetCurrent");
-  *(void **)&retain_context = find(library, "cuDevicePrimaryCtxRetain");
-  *(void **)&describe_error = find(library, "cuGetErrorString");
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+  *(void**)&launch = find(library, "cuLaunchKernelEx");
+  *(void**)&get_context = find(library, "cuCtxGetCurrent");
+  *(void**)&set_context = find(library, "cuCtxSetCurrent");
+  *(void**)&retain_context = find(library, "cuDevicePrimaryCtxRetain");
+  *(void**)&describe_error = find(library, "cuGetErrorString");
   if (PyErr_Occurred()) return NULL;
   PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
   if (!made || !type || PyModule_AddObjectRef(made, "Starter", type)) {

@@ -207,6 +207,7 @@ SAMPLES: dict[str, Sample] = {
                 "deepseek_mla/decode/bf16",
                 "more_queries_than_keys/f32",
                 "odd_sizes/f32",
+                "vllm/tokens_int8/bf16",
             ),
             "same_bits": ("sglang/page1/f16",),
             "page_order": ("sglang/page1/f16",),
