@@ -144,8 +144,8 @@ FAULTS = (
     Fault(
         "products of the last step alone",
         TILE,
-        "                accumulate=step > 0,\n            )\n        scale_scores",
-        "                accumulate=False,\n            )\n        scale_scores",
+        "                accumulate=step > 0,\n            )\n        if has_token_scales",
+        "                accumulate=False,\n            )\n        if has_token_scales",
         suite("test_agrees and deepseek/prefill"),
     ),
     Fault(

@@ -70,7 +70,10 @@ def score_tile(level, head, transposed, token_scales, stack, item, tensors, prog
     if options.has_scales:
         factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]
     q = stack.q[:, level, head]
-    compute_scores(scores, q, transposed, program.identity, factor, options.softcap, token_scales)
+    softcap, has_token_scales = options.softcap, options.has_token_scales
+    compute_scores(
+        scores, q, transposed, program.identity, factor, softcap, has_token_scales, token_scales
+    )
     if options.has_alibi:
         place = columns.position + level
         slope = stack.scalars[:, level, head, SLOPE : SLOPE + 1]

@@ -96,10 +96,10 @@ def transpose_keys(keys, head, share, identity):
     return transposed
 
 
-def compute_scores(scores, q, keys, identity, scale, softcap, token_scales):
+def compute_scores(scores, q, keys, identity, scale, softcap, has_token_scales, token_scales):
     """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys transposed, scale divided by softcap.
 
-    `token_scales` (P, tile_k), or None, multiply the columns first.
+    `token_scales` (P, tile_k), if there are some, multiply the columns first.
     """
     dim, steps, tile_k = q.shape[1], keys.shape[1], keys.shape[2]
     q_turned = nl.ndarray((P, steps, P), dtype=q.dtype, buffer=nl.sbuf)
@@ -119,7 +119,7 @@ def compute_scores(scores, q, keys, identity, scale, softcap, token_scales):
                 moving=keys[0:rows, step, first:last],
                 accumulate=step > 0,
             )
-        if token_scales is not None:
+        if has_token_scales:
             scaled = nl.ndarray(product.shape, dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(
                 dst=scaled, data1=product, data2=token_scales[:, first:last], op=nl.multiply

@@ -25,6 +25,13 @@ def _lanes(parts: int) -> list[tuple[int, Any]]:
     return [(i, pl.ds(i * LANES, LANES)) for i in range(parts)]
 
 
+def _filled(x: Array) -> Array:
+    """A head's numbers (rows, n), and zeros in the lanes that they do not fill."""
+    if (left := LANES - x.shape[1]) == 0:
+        return x
+    return jnp.concatenate([x, jnp.zeros((x.shape[0], left), x.dtype)], axis=1)
+
+
 def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
     """Write `refs.tiles`, and how many there are, of the sequences that the launch is for."""
     tiles, window, tile_q = refs.tiles, options.window, options.tile_q
@@ -226,7 +233,7 @@ class TokenRows:
         of_heads = [x[i * tile_q : (i + 1) * tile_q] for x in outs for i in range(group_size)]
         first = heads[0] * group_size // count
         for part in range(tokens.shape[0]):
-            own = [x[:, part * LANES : (part + 1) * LANES] for x in of_heads]
+            own = [_filled(x[:, part * LANES : (part + 1) * LANES]) for x in of_heads]
             for i in range(0, len(own), count):
                 self._store(tokens.at[part], first + i // count, own[i : i + count])
 
