@@ -97,8 +97,7 @@ def unsupported(call: BackwardCall) -> str | None:
 
 
 def choose_configs(call: BackwardCall) -> Configs:
-    """Tiles of the kernels of a call. The sizes that they depend on are the mean length, and how
-    many tiles of keys there are."""
+    """Tiles of the kernels of a call. The only size that they depend on is the mean length."""
     from torch_paged_attn.backends.triton.hopper.tma import HAS_ADD
 
     forward = call.forward
@@ -112,21 +111,10 @@ def choose_configs(call: BackwardCall) -> Configs:
     if one_pass is None:
         columns = columns_of(forward.head_dim)
         queries = choose_queries_config(width, width_v, columns, mean_length)
-        keys = choose_keys_config(width, width_v, columns)
-        if width == 128 and _is_one_wave(forward) and not forward.is_batch_invariant:
-            keys = dataclasses.replace(keys, CONSUMERS=1)
-        return Configs(keys, queries)
+        return Configs(choose_keys_config(width, width_v, columns), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
     return Configs(one_pass, None)
-
-
-def _is_one_wave(call: AttentionCall) -> bool:
-    """Whether the tiles of keys of one consumer are no more than multiprocessors: then twice as
-    many programs work, each on half as much. 1,024 tokens in 32 heads of 128, 8 of keys, take 103
-    us instead of 139; 512 in 16 heads of 96, 16 of keys, 30 either way."""
-    tiles = call.k.shape[0] // STAY * call.num_kv_heads
-    return tiles <= target_of(call.q.device).multiprocessors
 
 
 def rows_of(config: HopperBackwardConfig) -> int:
