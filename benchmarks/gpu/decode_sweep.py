@@ -121,7 +121,7 @@ def main() -> None:
     begun = time.perf_counter()
     steps = shapes()
     compile_ahead(steps)
-    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3).get("FA3")
     rows: list[dict[str, Any]] = []
     document = {"machine": gpu_run.describe_machine(gpu_run.git_commit()), "rows": rows}
     for step in steps:

@@ -324,7 +324,7 @@ def main() -> None:
             for reason in failed:
                 print(f"  {step}: {reason}")
     print(f"{len(steps)} steps compiled after {time.perf_counter() - begun:.0f} s", flush=True)
-    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3).get("FA3")
     serving.EACH_SECONDS, serving.MOST_ROUNDS = EACH_SECONDS, MOST_ROUNDS  # many contenders
     rows: list[dict[str, Any]] = []
     document = {"machine": gpu_run.describe_machine(options.commit), "rows": rows}
