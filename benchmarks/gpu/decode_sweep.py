@@ -25,8 +25,8 @@ import torch
 from draws import Step
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable.attention import plan_attention
-from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
+from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
+from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.tuning import Config
 
 # BLOCK_N, warps, stages, and the programs that a multiprocessor may hold
