@@ -132,6 +132,9 @@ class Serving:
     has_slopes: bool = False
     by_token: bool = False
     """Keys and values have scales by token and head: see `rows_with_scales`."""
+    tokens_first: bool = True
+    """A page's memory is token by token, as vLLM's is by default, not head by head. Kernels depend
+    on it if scales are in the rows, whose bytes are then no multiple of 16."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `flash_varlen_out` by name."""
 
@@ -208,15 +211,18 @@ class Serving:
     def _caches(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Keys and values, and their scales if they have 8 bits."""
         row = 2 * (self.head_dim + SCALE * self.by_token)
-        shape = PAGES, self.num_kv_heads, self.page_size, row
-        cache = torch.zeros(shape, dtype=self.kv_dtype, device=device)
+        zeros = functools.partial(torch.zeros, dtype=self.kv_dtype, device=device)
+        if self.tokens_first:
+            cache = zeros(PAGES, self.page_size, self.num_kv_heads, row).transpose(1, 2)
+        else:
+            cache = zeros(PAGES, self.num_kv_heads, self.page_size, row)
         if self.by_token:
             return rows_with_scales(cache, self.head_dim, self.kv_dtype)
         k_cache, v_cache = cache.split(self.head_dim, -1)
         if self.kv_dtype.itemsize > 1:
             return k_cache, v_cache
-        ones = torch.ones(2, device=device)
-        return k_cache, v_cache, ones[0], ones[1]
+        # each a tensor of its own, as a layer has them: a kernel is compiled for its alignment
+        return k_cache, v_cache, *(torch.ones((), device=device) for _ in "kv")
 
     def _writing(self, device: torch.device) -> Callable[[int], None]:
         """A function that makes a call of `reshape_and_cache` for so many tokens."""

@@ -1,6 +1,7 @@
 """An engine's warm-up takes every kernel that its steps take. Nothing is compiled here."""
 
 import contextlib
+import functools
 import random
 from unittest import mock
 
@@ -9,10 +10,11 @@ import torch
 from covering import left_out
 from cross_compile import elsewhere
 
-from torch_paged_attn._serving import MOST_ROWS, Serving, Step
+from torch_paged_attn._serving import MOST_ROWS, Serving, Step, rows_with_scales
 from torch_paged_attn.backends.triton.compile_ahead import sample
 from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
+from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
 
 TINY = {"max_batch": 6, "max_tokens": 256, "max_length": 256}
 SMALL = {"max_batch": 24, "max_tokens": 2048, "max_length": 1024}
@@ -78,41 +80,55 @@ def every_step(serving):
                         yield Step(batch, total, longest, min(reach, serving.max_length))
 
 
-def keys_taken(serving, steps, arch="sm90"):
-    """How many kernels the warm-up takes, and the steps that take another one."""
+@contextlib.contextmanager
+def noted_keys(of_call, arch="sm90"):
+    """The name and key of each kernel that calls take are appended; none is compiled."""
     from triton.runtime.jit import JITFunction, compute_cache_key
 
     from torch_paged_attn.backends.triton.compile_ahead import OnGPU
-
-    keys, of_call = set(), []
 
     def note(kernel, *args, grid, warmup, **kwargs):
         *_, key_cache, _, _, bind = kernel.device_caches[arch]
         _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
         of_call.append(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
-        keys.add(of_call[-1])
-
-    def taken(i):
-        of_call.clear()
-        calls[i]()
-        return tuple(of_call)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", note))
         stack.enter_context(elsewhere(arch))
         stack.enter_context(OnGPU())
         stack.enter_context(torch.inference_mode())
-        cpu = torch.device("cpu")
-        calls = serving.calls(cpu)
-        for line in calls.lines:
-            sample(line, taken)
-        warmed, missed = len(keys), []
-        attend = serving.attention(cpu)
+        yield
+
+
+def keys_of_warm_up(serving, of_call):
+    """Within `noted_keys(of_call)`."""
+    keys = set()
+    calls = serving.calls(torch.device("cpu"))
+
+    def taken(i):
+        of_call.clear()
+        calls[i]()
+        keys.update(of_call)
+        return tuple(of_call)
+
+    for line in calls.lines:
+        sample(line, taken)
+    return keys
+
+
+def keys_taken(serving, steps):
+    """How many kernels the warm-up takes, and the steps that take another one."""
+    of_call, missed = [], []
+    with noted_keys(of_call):
+        keys = keys_of_warm_up(serving, of_call)
+        warmed = len(keys)
+        attend = serving.attention(torch.device("cpu"))
         for step in steps:
-            count = len(keys)
+            of_call.clear()
             attend(step)
-            if len(keys) > count:
+            if not keys.issuperset(of_call):
                 missed.append(step)
+                keys.update(of_call)
     return warmed, missed
 
 
@@ -172,6 +188,63 @@ def test_no_step_of_few_sequences_takes_another_kernel(name, sizes, compiler):
     warmed, missed = compiler.submit(keys_taken, serving, list(every_step(serving))).result()
     assert missed == []
     assert 5 < warmed < 100
+
+
+def layer_of(serving, blocks=100):
+    """An engine's layer, with tensors as vLLM has them: its cache, scales that are buffers of their
+    own, and a function from a number of tokens to queries, keys and values out of one product.
+    """
+    kv_heads, dim, dtype = serving.num_kv_heads, serving.head_dim, serving.kv_dtype
+    page = [kv_heads, serving.page_size, 2 * (dim + 4 * serving.by_token)]
+    order = (1, 0, 2) if serving.tokens_first else (0, 1, 2)
+    cache = torch.zeros(blocks, *(page[i] for i in order), dtype=torch.uint8)
+    cache = cache.permute(0, *(1 + i for i in order))
+    if serving.by_token:
+        k, v, *scales = rows_with_scales(cache, dim, dtype)
+    else:
+        k, v = cache.view(dtype).split(dim, -1)
+        scales = [torch.tensor(1.0), torch.tensor(1.0)]
+
+    def project(tokens):
+        heads = serving.num_heads, kv_heads, kv_heads
+        fused = torch.zeros(tokens, sum(heads) * dim, dtype=serving.dtype)
+        return [x.unflatten(1, (-1, dim)) for x in fused.split([n * dim for n in heads], -1)]
+
+    return k, v, scales, project
+
+
+def kernels_missed(serving, steps):
+    """Names of those that a layer's calls take and the warm-up does not."""
+    of_call = []
+    k, v, scales, project = layer_of(serving)
+    zeros = functools.partial(torch.zeros, dtype=torch.int32)
+    with noted_keys(of_call):
+        keys = keys_of_warm_up(serving, of_call)
+        of_call.clear()
+        for batch, total, longest, reach in steps:
+            q, key, value = project(total)
+            slots = torch.full((total,), -1)
+            reshape_and_cache(key, value, (k, v), slots, *scales, quantize=serving.by_token)
+            flash_varlen_out(
+                torch.empty(q.shape, dtype=q.dtype), q, k, v, zeros(batch + 1),
+                max_seqlen_q=longest, max_seqlen_k=reach, seqused_k=zeros(batch),
+                block_table=zeros(batch, serving.max_pages), **dict(serving.options),
+                k_descale=scales[0], v_descale=scales[1],
+            )  # fmt: skip
+    return sorted({key.partition("[")[0] for key in {*of_call} - keys})
+
+
+@pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+def test_tensors_of_an_engine_take_the_kernels_of_its_warm_up(kv_dtype, tokens_first, compiler):
+    """Alignments and strides of caches of 8 bits, on which kernels depend as on sizes."""
+    sizes = {"max_batch": 4, "max_tokens": 64, "max_length": 512}
+    serving = Serving(
+        32, 8, 64, torch.bfloat16, kv_dtype, 16, 32, **sizes, tokens_first=tokens_first,
+        by_token=kv_dtype == torch.int8, options=(("causal", True), ("softmax_scale", 0.125)),
+    )  # fmt: skip
+    steps = list(drawn_steps(serving, 40))
+    assert compiler.submit(kernels_missed, serving, steps).result() == []
 
 
 def test_the_hint_on_queries_says_something_for_so_many_rows():

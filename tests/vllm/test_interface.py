@@ -61,6 +61,7 @@ def test_kernels_are_compiled_elsewhere_for_the_same_calls(window):
     engine = types.SimpleNamespace(
         scheduler_config=types.SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=4096),
         model_config=types.SimpleNamespace(dtype=torch.bfloat16, max_model_len=2000),
+        cache_config=types.SimpleNamespace(kv_cache_layout=None),
     )
     asked = serving_of(impl, engine, types.SimpleNamespace(block_size=16), None, False)
     sizes = Sizes(torch.bfloat16, torch.float8_e4m3fn, 16, 64, 4096, 2000)

@@ -61,6 +61,8 @@ def serving_of(
     page_size, dtype = kv_cache_spec.block_size, model.dtype
     if block_table_width is None:  # of older versions
         block_table_width = -(-model.max_model_len // page_size)
+    # letters of layers, blocks, heads, tokens, content, outermost first; older versions have none
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None) or "LBNHC"
     tensors = "sinks", "alibi_slopes"
     options = {n: x for n, x in impl.options.items() if n not in tensors} | {"causal": not is_cross}
     return Serving(
@@ -77,5 +79,6 @@ def serving_of(
         has_sinks=impl.sinks is not None,
         has_slopes=impl.alibi_slopes is not None,
         by_token=impl.is_by_token,
+        tokens_first=layout.index("N") < layout.index("H"),
         options=tuple(sorted(options.items())),
     )
