@@ -249,7 +249,7 @@ def launch_extension() -> Extension:
     headers are missing, Triton's own launchers do.
     """
     flags = ["-O2", "-g0", "-fvisibility=hidden"]
-    source = ["csrc/python/launch.c"]
+    source = ["csrc/python/starter.c"]
     return Extension(LAUNCH, source, py_limited_api=True, extra_compile_args=flags, optional=True)
 
 
