@@ -249,8 +249,9 @@ def launch_extension() -> Extension:
     headers are missing, Triton's own launchers do.
     """
     flags = ["-O2", "-g0", "-fvisibility=hidden"]
-    source = ["csrc/python/launch.c"]
-    return Extension(LAUNCH, source, py_limited_api=True, extra_compile_args=flags, optional=True)
+    sources = sorted(map(str, Path("csrc/python").glob("*.c")))
+    options = {"py_limited_api": True, "extra_compile_args": flags, "optional": True}
+    return Extension(LAUNCH, sources, depends=["csrc/python/python.h"], **options)
 
 
 def wheel_for_every_python() -> type:

@@ -17,7 +17,7 @@ from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, dispatch_keys, serving
 from torch_paged_attn.ops.checks import fail, refuse, storage_fault
-from torch_paged_attn.ops.repeated import REPEATED, Repeated
+from torch_paged_attn.ops.repeated import remember
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
@@ -159,9 +159,8 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         checks = [functools.partial(_check_storages, GATES[name]), check, check_values]
     if checks:
         return _checked(function, checks)
-    if (again := backend.repeated(name)) is not None:
-        gate = GATES[name]
-        REPEATED[name] = Repeated(gate.op, again, gate.bump_versions if gate.written else None)
+    if (recent := backend.recent(name)) is not None:
+        remember(GATES[name].op, recent, GATES[name].written)
     return function
 
 

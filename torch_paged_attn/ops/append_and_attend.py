@@ -27,10 +27,12 @@ from torch_paged_attn.ops.checks import (
     refuse,
 )
 from torch_paged_attn.ops.flash_varlen import check as check_flash_varlen
-from torch_paged_attn.ops.repeated import REPEATED, Repeated
+from torch_paged_attn.ops.repeated import remember
 from torch_paged_attn.ops.reshape_and_cache import check_split
 
 OP = "append_and_attend"
+# the places of the caches
+WRITTEN = 1, 2
 # dtypes of the tables of a rotary embedding
 OF_ROTARY = torch.float32, torch.float16, torch.bfloat16
 
@@ -188,14 +190,14 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     backend, reason = serving("CUDA")
     if backend is None:
         refuse(OP, reason)
-    if (again := backend.repeated(OP)) is not None:
-        REPEATED[OP] = Repeated(append_and_attend, again, _bump)
+    if (recent := backend.recent(OP)) is not None:
+        remember(append_and_attend, recent, WRITTEN)
     return backend.function(OP)
 
 
 def _bump(args: tuple[Any, ...]) -> None:
     """Tell autograd that the caches change."""
-    increment_versions(args[1:3])
+    increment_versions([args[i] for i in WRITTEN])
 
 
 def _on_gpu(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:

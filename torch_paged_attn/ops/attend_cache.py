@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_dim, fail, refuse
-from torch_paged_attn.ops.repeated import REPEATED, Repeated
+from torch_paged_attn.ops.repeated import remember
 
 OP = "attend_cache"
 
@@ -77,8 +77,8 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     backend, reason = serving("CUDA")
     if backend is None:
         refuse(OP, reason)
-    if (again := backend.repeated(OP)) is not None:
-        REPEATED[OP] = Repeated(attend_cache, again)
+    if (recent := backend.recent(OP)) is not None:
+        remember(attend_cache, recent)
     return backend.function(OP)
 
 

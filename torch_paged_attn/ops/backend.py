@@ -19,6 +19,7 @@ from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops import selected_pages
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, all_but, lacking, refuse_lacking
 from torch_paged_attn.ops.path import Path
+from torch_paged_attn.ops.repeated import Recent
 
 # The folders of all backends. Of several with the same dispatch key, the first that can run is
 # used.
@@ -131,10 +132,9 @@ class Backend:
         op = op.partition(".")[0]
         return f"torch_paged_attn.backends.{self.name}.{self.files.get(op, op)}"
 
-    def repeated(self, op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
-        """A function that runs a call of an op if it is like one of the last, and else returns
-        NotImplemented; None if the backend keeps no plans of the op. It is given what `function`
-        is, by position and by name, and is called without the dispatcher (`repeated.py`).
+    def recent(self, op: str) -> Recent | None:
+        """Where the plans of an op's last calls are, by which a call like them runs without the
+        dispatcher (`repeated.py`); None if the backend keeps none.
         """
         return None
 

@@ -11,6 +11,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 from torch_paged_attn.ops.lacking import COLUMN_SCALES, INT4, TOKEN_SCALES
 from torch_paged_attn.ops.paths import Path
+from torch_paged_attn.ops.repeated import Recent
 
 
 class Triton(Backend):
@@ -57,9 +58,10 @@ class Triton(Backend):
             return None
         return f"its kernels were compiled for {arch}, and no such GPU has run its tests"
 
-    def repeated(self, op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
-        """A call whose plan was made for one of the last calls of the op."""
-        return getattr(self.function(op), "again", None)
+    def recent(self, op: str) -> Recent | None:
+        """Plans were made for the last calls of most ops."""
+        find = getattr(self.function(op), "recent", None)
+        return find and find()
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """Whether portable kernels run the call, Hopper's, or both, with which tiles and splits."""

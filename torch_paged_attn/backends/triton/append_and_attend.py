@@ -4,6 +4,7 @@ and lengths, and rotates keys and queries; the second is attention.
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from torch_paged_attn.backends.triton.cache_write.append_kernel import (
 )
 from torch_paged_attn.backends.triton.cache_write.written_slots import CLAIMED, FEW_TOKENS
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
-from torch_paged_attn.backends.triton.flash_varlen import flash_varlen, said_of_longest
+from torch_paged_attn.backends.triton.flash_varlen import (
+    HINTS,
+    MOST_HINTS,
+    flash_varlen,
+    said_of_longest,
+)
 from torch_paged_attn.backends.triton.reshape_and_cache import choose_rows, row_strides
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
@@ -28,6 +34,7 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, Constants
 from torch_paged_attn.ops.append_and_attend import OP, Parts, check, check_rows, parts_of
+from torch_paged_attn.ops.repeated import Recent
 
 # the operator's tensors
 TENSORS = (
@@ -51,22 +58,23 @@ class AppendAndAttend:
     def __call__(
         self, *tensors: Tensor | None, max_seqlen_q: int = 0, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        longest = said_of_longest(max_seqlen_q, 0, False)
-        return launch_cache.call(f"{OP}, {longest}", _planner(longest), tensors, options)
+        key, plan = _kind_of(max_seqlen_q)
+        return launch_cache.call(key, plan, tensors, options)
 
-    def again(self, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The results of a call like one of the last; NotImplemented for others."""
-        longest = said_of_longest(options.pop("max_seqlen_q", 0), 0, False)
-        return launch_cache.again(f"{OP}, {longest}", tensors, options)
+    def recent(self) -> Recent:
+        """Where the plans of its last calls are."""
+        return launch_cache.recent(_kind_of, HINTS[:1])
 
 
 # with the arguments of `ops.append_and_attend`
 append_and_attend = AppendAndAttend()
 
 
-@functools.cache
-def _planner(longest: int) -> Any:
-    return functools.partial(_plan, longest)
+@functools.lru_cache(MOST_HINTS)
+def _kind_of(max_seqlen_q: int) -> tuple[str, Callable[..., Plan]]:
+    """As `AttentionOp`'s."""
+    longest = said_of_longest(max_seqlen_q, 0, False)
+    return f"{OP}, {longest}", functools.partial(_plan, longest)
 
 
 def _plan(

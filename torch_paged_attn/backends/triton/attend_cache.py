@@ -4,6 +4,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import tensor_names
 from torch_paged_attn.backends.triton.flash_varlen import (
+    HINTS,
+    MOST_HINTS,
     flash_varlen,
     said_of_longest,
     said_of_reach,
@@ -19,6 +22,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Constants
 from torch_paged_attn.ops.attend_cache import rows_of, rows_of_heads
+from torch_paged_attn.ops.repeated import Recent
 
 # the operator's tensors, by their names in `flash_varlen`
 TENSORS = (
@@ -37,29 +41,25 @@ class AttendCache:
         max_seqlen_k: int = 0,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        longest = _longest(tensors, max_seqlen_q, max_seqlen_k)
-        return launch_cache.call(f"attend_cache, {longest}", _planner(longest), tensors, options)
+        is_packed = len(tensors) == len(TENSORS) and tensors[-1] is not None
+        key, plan = _kind_of(max_seqlen_q, max_seqlen_k, is_packed)
+        return launch_cache.call(key, plan, tensors, options)
 
-    def again(self, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The results of a call like one of the last; NotImplemented for others."""
-        hints = options.pop("max_seqlen_q", 0), options.pop("max_seqlen_k", 0)
-        return launch_cache.again(f"attend_cache, {_longest(tensors, *hints)}", tensors, options)
+    def recent(self) -> Recent:
+        """Where the plans of its last calls are."""
+        return launch_cache.recent(_kind_of, HINTS, TENSORS[-1])
 
 
 attend_cache = AttendCache()
 
 
-def _longest(tensors: tuple[Any, ...], max_seqlen_q: int, max_seqlen_k: int) -> int:
-    """What `said_of_longest` returns for a call's hints."""
-    if not max_seqlen_q:
-        return 0
-    is_packed = len(tensors) == len(TENSORS) and tensors[-1] is not None
-    return said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
-
-
-@functools.cache
-def _planner(longest: int) -> Any:
-    return functools.partial(_plan, longest)
+@functools.lru_cache(MOST_HINTS)
+def _kind_of(
+    max_seqlen_q: int, max_seqlen_k: int, is_packed: bool
+) -> tuple[str, Callable[..., Plan]]:
+    """As `AttentionOp`'s."""
+    longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed) if max_seqlen_q else 0
+    return f"attend_cache, {longest}", functools.partial(_plan, longest)
 
 
 def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:

@@ -25,6 +25,7 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.checks import refuse
+from torch_paged_attn.ops.repeated import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ SAID = {
 # of Hopper's kernel, whatever the number of heads. For packed short sequences the hint is rounded
 # up to a multiple of STEP_SAID
 MOST_SAID = STEP_SAID = support.BLOCK_M
+
+# the operator's arguments on which a plan depends as far as their values say
+HINTS = "max_seqlen_q", "max_seqlen_k"
 
 # the most pairs of hints whose rounded values are kept
 MOST_HINTS = 1024
@@ -203,13 +207,9 @@ class AttentionOp:
             self._check(self._call_of(*args, **options))
         return launch_cache.call(*self._planned_by(args), options)
 
-    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The results of a call like one of the last; NotImplemented for others."""
-        for hint in args[self._hints : self._hints + 2]:
-            if type(hint) is not int or hint < 0:
-                return NotImplemented
-        key, _, tensors = self._planned_by(args)
-        return launch_cache.again(key, tensors, options)
+    def recent(self) -> Recent:
+        """Where the plans of its last calls are."""
+        return launch_cache.recent(self._known_kind_of, HINTS, "block_table")
 
     def _planned_by(
         self, args: tuple[Any, ...]
@@ -218,20 +218,20 @@ class AttentionOp:
         and the tensors that it takes.
         """
         at = self._hints
-        is_packed = len(args) <= self._table or args[self._table] is None
+        is_paged = len(args) > self._table and args[self._table] is not None
         # symbols of a traced graph cannot be keys of a cache
         find = self._kind_of if is_traced() else self._known_kind_of
-        key, plan = find(args[at], args[at + 1], is_packed)
+        key, plan = find(args[at], args[at + 1], is_paged)
         return key, plan, (*args[:at], *args[at + 2 :])
 
     def _kind_of(
-        self, max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool
+        self, max_seqlen_q: Any, max_seqlen_k: Any, is_paged: bool
     ) -> tuple[str, Callable[..., Plan]]:
         """The name in the launch cache of calls with these hints, and the function that plans such
         a call.
         """
-        longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
-        reach = said_of_reach(max_seqlen_k, is_packed)
+        longest = said_of_longest(max_seqlen_q, max_seqlen_k, not is_paged)
+        reach = said_of_reach(max_seqlen_k, not is_paged)
         return f"{self._name}, {longest}, {reach}", functools.partial(self.plan, longest, reach)
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:

@@ -22,9 +22,7 @@ from torch_paged_attn.ops.flash_varlen_out import OP, check_out, refuse_overlap,
 
 
 class AttentionOutOp(AttentionOp):
-    """`AttentionOp`, but that `out` precedes the operator's other arguments, and follows the other
-    tensors in a plan's.
-    """
+    """`AttentionOp`, but that `out` precedes the other arguments."""
 
     def __init__(self) -> None:
         super().__init__("flash_varlen", check_out)
@@ -34,20 +32,11 @@ class AttentionOutOp(AttentionOp):
         if args[self._hints] < 0 or args[self._hints + 1] < 0:
             check_out(AttentionCall.flash_varlen_out(out, *args, **options))
         key, plan, tensors = self._planned_by(args)
-        return launch_cache.call(key, plan, (*tensors, out), options)[1]
-
-    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """As `AttentionOp.again`."""
-        for hint in args[self._hints + 1 : self._hints + 3]:
-            if type(hint) is not int or hint < 0:
-                return NotImplemented
-        key, _, tensors = self._planned_by(args[1:])
-        found = launch_cache.again(key, (*tensors, args[0]), options)
-        return found if found is NotImplemented else found[1]
+        return launch_cache.call(key, plan, (out, *tensors), options)
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
-        """As `AttentionOp.plan`; the last of the tensors is `out`."""
-        *inputs, out = tensors
+        """As `AttentionOp.plan`; the first of the tensors is `out`."""
+        out, *inputs = tensors
         args, copied = self._planned_for(reach, tuple(inputs))
         call = AttentionCall.flash_varlen_out(out, *args, **options)  # type: ignore[arg-type]
         check_out(call)
@@ -78,7 +67,9 @@ def _by_copy(plan: Plan, new_out: Allocation) -> Plan:
 
 
 def _apart(call: AttentionCall, plan: Plan) -> Plan:
-    """The plan, after a check that `out` shares no memory with the inputs of the call at hand."""
+    """A plan of calls that have `out` before the inputs and return the lse alone, of one that has
+    it behind them. It first checks that `out` shares no memory with the inputs of the call at hand.
+    """
     given = call.given_tensors()
     size = span(given.pop("out"))
     spans = [(i, length) for i, x in enumerate(given.values()) if (length := span(x))]
@@ -86,12 +77,13 @@ def _apart(call: AttentionCall, plan: Plan) -> Plan:
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> Any:
         if addresses is not None:
-            start = addresses[-1]
+            start, *addresses = addresses
             end = start + size
             for i, length in spans:
                 if addresses[i] < end and start < addresses[i] + length:
                     refuse_overlap(names[i])
-        return plan(tensors, addresses)
+            addresses.append(start)
+        return plan((*tensors[1:], tensors[0]), addresses)[1]
 
     return run
 

@@ -1,4 +1,7 @@
-"""A fast check that a call has the same properties as an earlier one."""
+"""Guards: objects that check fast whether a call has the same properties as an earlier one.
+
+They are in C (csrc/python/guard.c). Where that is not built, plans are found by keys alone.
+"""
 
 import functools
 import operator
@@ -8,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.triton.runtime.target import assumed
+from torch_paged_attn.backends.triton.runtime import target
+from torch_paged_attn.ops.repeated import library
 
 _address_of = Tensor.data_ptr
 
@@ -20,6 +24,9 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_de
 # and autograd's modes
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
+# what plans depend on beside a call's arguments
+SURROUNDINGS = (environment, "BATCH_INVARIANT"), (target, "_assumed")
+
 
 def _is_plain(x: Tensor) -> bool:
     """Whether functions of this tensor are torch's own: those of a subclass may be its own, and a
@@ -28,63 +35,40 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor or type(x).__torch_function__ is _no_function_of_its_own
 
 
-class Guard:
-    """Checks whether a call has the options of the call it was made for, and tensors that differ
-    only in values and addresses.
+def guard_of(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    """A guard whose `match(tensors, options)` returns the given tensors and their addresses if a
+    call has the same options, and tensors that differ only in values and addresses, else None.
+    None for calls of which `unsupported` says why.
     """
-
-    __slots__ = (
-        *("_absent", "_check", "_count", "_device", "_is_invariant", "_options", "_pick"),
-        *("_target", "is_plain", "requires_grad"),
+    if unsupported(tensors) is not None:
+        return None
+    given = tuple([x for x in tensors if x is not None])
+    check = _TensorGuards(
+        *given,
+        dynamic_dims_sizes=[list(x.shape) for x in given],
+        dynamic_dims_strides=[list(x.stride()) for x in given],
+    ).check
+    return library().Guard(
+        check,
+        _address_of,
+        tuple([x is not None for x in tensors]),
+        options,
+        tuple([(vars(module), name, vars(module)[name]) for module, name in SURROUNDINGS]),
+        current_device,
+        # -1 if the tensors are not on a GPU
+        given[0].get_device() if given[0].is_cuda else -1,
+        all(map(_is_plain, given)),
+        # in no_grad mode; the check compares it with that of a call's tensors, but knows no mode
+        any(x.requires_grad for x in given),
     )
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
-        places = [i for i, x in enumerate(tensors) if x is not None]
-        given = tuple([x for x in tensors if x is not None])
-        self._absent = tuple([i for i, x in enumerate(tensors) if x is None])
-        self._count, self._options = len(tensors), options
-        # itemgetter of a single index would not return a tuple
-        self._pick = (
-            operator.itemgetter(slice(1)) if places == [0] else operator.itemgetter(*places)
-        )
-        self._check = _TensorGuards(
-            *given,
-            dynamic_dims_sizes=[list(x.shape) for x in given],
-            dynamic_dims_strides=[list(x.stride()) for x in given],
-        ).check
-        # -1 if the tensors are not on a GPU
-        self._device = given[0].get_device() if given[0].is_cuda else -1
-        self._is_invariant, self._target = environment.BATCH_INVARIANT, assumed()
-        # in no_grad mode; the check compares it with that of a call's tensors, but knows no mode
-        self.requires_grad = any(x.requires_grad for x in given)
-        self.is_plain = all(map(_is_plain, given))
 
-    @staticmethod
-    def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:
-        """Why a guard cannot be made for a call; None if it can."""
-        given = [x for x in tensors if x is not None]
-        if _TensorGuards is None:
-            return "this torch has none"
-        # `match` requires all addresses to be aligned
-        if functools.reduce(operator.or_, map(_address_of, given), 0) & 15:
-            return "a tensor lies off multiples of 16 bytes"
-        return "a tensor comes twice" if len(set(map(id, given))) < len(given) else None
-
-    def match(
-        self, tensors: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
-        """The given tensors and their addresses if the call is like the guard's, else None."""
-        if options != self._options or len(tensors) != self._count:
-            return None
-        for i in self._absent:
-            if tensors[i] is not None:
-                return None
-        given = self._pick(tensors)
-        # `_check` returns False for anything that is not a tensor, None included
-        if not self._check(*given) or (self._device >= 0 and current_device() != self._device):
-            return None
-        addresses = list(map(_address_of, given))
-        is_off = functools.reduce(operator.or_, addresses) & 15
-        if is_off or environment.BATCH_INVARIANT is not self._is_invariant:
-            return None
-        return None if assumed() is not self._target else (given, addresses)
+def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:
+    """Why a guard cannot be made for a call; None if it can."""
+    given = [x for x in tensors if x is not None]
+    if _TensorGuards is None or library() is None:
+        return "this torch has none, or the library is not built"
+    # `match` requires all addresses to be aligned
+    if functools.reduce(operator.or_, map(_address_of, given), 0) & 15:
+        return "a tensor lies off multiples of 16 bytes"
+    return "a tensor comes twice" if len(set(map(id, given))) < len(given) else None

@@ -29,7 +29,7 @@ from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 from torch_paged_attn.backends.triton.runtime.compiled import compiled_first
-from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
+from torch_paged_attn.backends.triton.runtime.guard import current_device, guard_of
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.launcher import (
     HAS_KNOWN_MAPS,
@@ -40,6 +40,7 @@ from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.vector_flags import without_vector_flags
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 from torch_paged_attn.lru import LRU
+from torch_paged_attn.ops.repeated import Recent
 
 # how many of an op's last plans a call tries first: layers may alternate, and so may prefill and
 # decode
@@ -77,7 +78,7 @@ _kernels = LRU(MOST_KERNELS)
 # what is told of launches that start nothing (`noting`)
 _note: Callable[[Any], bool] | None = None
 # op -> the plans of its last calls, the latest first
-_recent: dict[str, tuple[tuple[Guard, Plan], ...]] = {}
+_recent: dict[str, tuple[tuple[Any, Plan], ...]] = {}
 
 
 def clear() -> None:
@@ -109,7 +110,7 @@ class Planned:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.guard: Guard | None = None
+        self.guard: Any = None
 
 
 def call(
@@ -154,20 +155,6 @@ def _call(
     return planned.plan(present, [x.data_ptr() for x in present])
 
 
-def again(op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The results of a call that is like one of the op's last, of which autograd records nothing,
-    and which no subclass of tensors sees; NotImplemented for others. What is not a tensor matches
-    no guard.
-    """
-    if not _function_modes():
-        for guard, plan in _recent.get(op, ()):
-            if not guard.is_plain or (guard.requires_grad and torch.is_grad_enabled()):
-                continue
-            if (found := guard.match(tensors, options)) is not None:
-                return plan(*found)
-    return NotImplemented
-
-
 class PlannedOp:
     """An operator whose arguments by position are tensors: `make_plan` takes them and the options
     by name.
@@ -179,9 +166,9 @@ class PlannedOp:
     def __call__(self, *args: Any, **options: Any) -> Any:
         return call(self._name, self._make_plan, args, options)
 
-    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """`again` of this operator."""
-        return again(self._name, args, options)
+    def recent(self) -> Recent:
+        """Where the plans of its last calls are."""
+        return Recent(_recent, self._name)
 
 
 def _guard(
@@ -190,12 +177,19 @@ def _guard(
     """Make this plan the first that the next call of the op tries."""
     guard = planned.guard
     if guard is None or guard.match(tensors, options) is None:
-        if Guard.unsupported(tensors) is not None:
+        guard = planned.guard = guard_of(tensors, options)
+        if guard is None:
             return
-        guard = planned.guard = Guard(tensors, options)
     # another thread may be reading the tuple, so it is replaced and not changed
     others = [x for x in _recent.get(op, ()) if x[1] is not planned.plan]
     _recent[op] = ((guard, planned.plan), *others[: MOST_RECENT - 1])
+
+
+def recent(
+    key: Callable[..., tuple[Any, ...]], hints: tuple[str, ...], beside: str | None = None
+) -> Recent:
+    """Where the plans are of the last calls of an operator whose key depends on its hints."""
+    return Recent(_recent, key, hints, beside)
 
 
 def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

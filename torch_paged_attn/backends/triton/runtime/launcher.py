@@ -9,7 +9,6 @@ where it is built, through those alone that change. With another Triton, Triton 
 """
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import triton
 
 from torch_paged_attn.lru import LRU
+from torch_paged_attn.ops.repeated import library
 
 # the most tensor maps that are kept for a kernel
 MOST_MAPS = 1024
@@ -55,10 +55,7 @@ MOST_SHARED = 228 << 10
 @functools.cache
 def starter_type() -> Any:
     """The type that starts kernels from C; None where it is not built, or there is no driver."""
-    try:
-        return importlib.import_module("torch_paged_attn._launch").Starter
-    except ImportError:
-        return None
+    return getattr(library(), "Starter", None)
 
 
 class ReadyKernel:

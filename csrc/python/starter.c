@@ -2,14 +2,12 @@
 // kernel, here with those alone that differ from call to call. Of the others, the parameters were
 // written when the `Starter` was made.
 //
-// One library serves every Python from 3.11 on. It needs no header of CUDA: the driver's two
-// structures and three functions, which the driver may not change, are declared here.
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// It needs no header of CUDA: the driver's two structures and five functions, which the driver may
+// not change, are declared here.
 #include <dlfcn.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "python.h"
 
 typedef struct {
   int id;
@@ -217,39 +215,27 @@ static PyObject* call(PyObject* self, PyObject* args, PyObject* names) {
                       text ? text : "unknown error", error);
 }
 
-static void drop(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
-static PyType_Slot slots[] = {
-    {Py_tp_new, (void*)make}, {Py_tp_call, (void*)call}, {Py_tp_dealloc, (void*)drop}, {0, NULL}};
+static PyType_Slot slots[] = {{Py_tp_new, (void*)make},
+                              {Py_tp_call, (void*)call},
+                              {Py_tp_dealloc, (void*)free_object},
+                              {0, NULL}};
 static PyType_Spec spec = {"torch_paged_attn._launch.Starter", sizeof(Starter), 0,
                            Py_TPFLAGS_DEFAULT, slots};
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_launch", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
-static void* find(void* library, const char* name) {
+// NULL where it is not there
+static void* find(void* library, const char* name, int* are_missing) {
   void* found = library ? dlsym(library, name) : NULL;
-  if (!found && !PyErr_Occurred())
-    PyErr_Format(PyExc_ImportError, "libcuda.so.1 is not there, or has no %s", name);
+  *are_missing |= !found;
   return found;
 }
 
-PyMODINIT_FUNC PyInit__launch(void) {
+int add_starter(PyObject* module) {
+  int are_missing = 0;
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  *(void**)&launch = find(library, "cuLaunchKernelEx");
-  *(void**)&get_context = find(library, "cuCtxGetCurrent");
-  *(void**)&set_context = find(library, "cuCtxSetCurrent");
-  *(void**)&retain_context = find(library, "cuDevicePrimaryCtxRetain");
-  *(void**)&describe_error = find(library, "cuGetErrorString");
-  if (PyErr_Occurred()) return NULL;
-  PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
-  if (!made || !type || PyModule_AddObjectRef(made, "Starter", type)) {
-    Py_XDECREF(made);
-    made = NULL;
-  }
-  Py_XDECREF(type);
-  return made;
+  *(void**)&launch = find(library, "cuLaunchKernelEx", &are_missing);
+  *(void**)&get_context = find(library, "cuCtxGetCurrent", &are_missing);
+  *(void**)&set_context = find(library, "cuCtxSetCurrent", &are_missing);
+  *(void**)&retain_context = find(library, "cuDevicePrimaryCtxRetain", &are_missing);
+  *(void**)&describe_error = find(library, "cuGetErrorString", &are_missing);
+  return are_missing ? 0 : add_type(module, "Starter", &spec);
 }
