@@ -143,6 +143,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
   const auto softmax = [&](int g) __attribute__((always_inline)) {
+    // those of its keys decide, when the next block begins, how it is multiplied
+    fetch_column_scales(a, head_of_group(g), next);
     ColumnScales scales;
     load_column_scales(a, head_of_group(g), block, scales);
     if (scales.of_keys)
