@@ -22,8 +22,9 @@ const Kernels& engine_of_tiles(const Attention& a) {
 const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
   // the engine of tiles adds up few rows in the same order as tiles
   if (a.batch_invariant) return engine_of_tiles(a);
-  if (!multiply_as_pairs(a.q_dtype, a.kv_dtype) || needs_vectors(a)) return *engines.rest;
-  if (a.kv_dtype == DType::int8) return *engines.int8_rows;
+  if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;
+  if (a.kv_dtype == DType::int8 || a.kv_dtype == DType::int4) return *engines.int8_rows;
+  if (needs_vectors(a)) return *engines.one_row;  // which is never one of tiles
   if (a.kv_dtype != DType::bfloat16) return *engines.float8_rows;
   return rows <= 2 ? *engines.one_row : *engines.few_rows;
 }

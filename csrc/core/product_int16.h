@@ -21,6 +21,8 @@ struct FixedPoint {
   static constexpr int PACKED = 1;
   template <class T>
   static constexpr bool by_floats = false;
+  template <class T>
+  static constexpr bool by_bytes = false;
   static constexpr int DEPTH = 2;
   static constexpr int GRAIN = 1;
   static constexpr int ROWS = TILE_ROWS;
@@ -171,6 +173,15 @@ struct FixedProduct : FixedPoint {
     int8_t some[2 * W] = {};
     memcpy(some, p, n);
     return load_operands(some);
+  }
+  template <class T>
+  static constexpr bool by_bytes = SAME<T, int8_t>;
+  // pairs of numbers of two rows
+  static PAGED_ATTN_INLINE void load_down(const int8_t* a, const int8_t* b, F* x) {
+    const __m128i above = _mm_loadu_si128((const __m128i*)a);
+    const __m128i below = _mm_loadu_si128((const __m128i*)b);
+    x[0] = once((F)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(above, below)));
+    x[1] = once((F)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(above, below)));
   }
   static PAGED_ATTN_INLINE void interleave(F* x) {
     const __m256i a = (__m256i)x[0], b = (__m256i)x[1];

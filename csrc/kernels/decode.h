@@ -143,6 +143,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
   const auto softmax = [&](int g) __attribute__((always_inline)) {
+    // those of its keys decide, when the next block begins, how it is multiplied
+    fetch_column_scales(a, head_of_group(g), next);
     ColumnScales scales;
     load_column_scales(a, head_of_group(g), block, scales);
     if (scales.of_keys)
@@ -194,8 +196,8 @@ template <class Product>
 PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& task,
                                    const RowsWorkspace& w) {
   // the error of a logit that is allowed, and the root mean square of keys that it is estimated
-  // with: keys spread evenly over the range of int8
-  constexpr float LOSS = 2e-5f, KEY = 73.9f;
+  // with: keys spread evenly over the range of int8, or of int4
+  constexpr float LOSS = 2e-5f, KEY = Product::PACKED == 2 ? 4.6f : 73.9f;
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
   memset(w.lane_scales, 0, groups * w.rows * W * sizeof(float));

@@ -45,7 +45,12 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
     for (int64_t r = 0; r < rows; r += ROWS) {
       typename Product::Sum acc[DOTS] = {};
       const float* x = q + r * stride_q;
-      const auto step_packed = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+      // what is prefetched for a step, or where that is less than a line, for some steps at once
+      constexpr int STEP_BYTES = KEYS * STEP / PACKED * int(sizeof(T));
+      constexpr int STEPS = STEP_BYTES < CACHE_LINE ? CACHE_LINE / STEP_BYTES : 1;
+      const bool prefetches = !ADD && r == 0;
+      const auto step_packed = [&](int64_t d, int n, bool apart,
+                                   auto load_key) __attribute__((always_inline)) {
         // as many keys as registers have room for, beside the sums
         constexpr int SOME = KEYS < W / 4 ? KEYS : W / 4;
 #pragma GCC unroll 16
@@ -53,8 +58,7 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
           F y[SOME][PACKED];
 #pragma GCC unroll 4
           for (int h = 0; h < SOME; ++h) {
-            if (!ADD && r == 0)
-              ahead.prefetch(later, (d * KEYS + (j + h) * n) / PACKED, n / PACKED);
+            if (apart) ahead.prefetch(later, (d * KEYS + (j + h) * n) / PACKED, n / PACKED);
             load_key(key[j + h] + d / PACKED, y[h]);
           }
 #pragma GCC unroll 8
@@ -67,38 +71,46 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
           }
         }
       };
-      const auto step = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+      const auto step_plain = [&](int64_t d, int n, bool apart,
+                                  auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
 #pragma GCC unroll 4
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (!ADD && r == 0) ahead.prefetch(later, d * KEYS + j * n, n);
+          if (apart) ahead.prefetch(later, d * KEYS + j * n, n);
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
             acc[i * KEYS + j] = Product::multiply_add(y, row[i], acc[i * KEYS + j]);
         }
       };
-      int64_t d = 0;
-#pragma GCC unroll 4
-      for (; d + STEP <= head_dim; d += STEP) {
+      const auto step = [&](int64_t d, bool apart) __attribute__((always_inline)) {
         if constexpr (PACKED == 2)
-          step_packed(d, STEP, [](const T* p, F* y) __attribute__((always_inline)) {
+          step_packed(d, STEP, apart, [](const T* p, F* y) __attribute__((always_inline)) {
             Product::load_both(p, y);
           });
         else
-          step(d, STEP,
-               [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
+          step_plain(d, STEP, apart, [](const T* p) __attribute__((always_inline)) {
+            return Product::load_operands(p);
+          });
+      };
+      int64_t d = 0;
+      for (; STEPS > 1 && d + STEPS * STEP <= head_dim; d += STEPS * STEP) {
+        if (prefetches) ahead.prefetch(later, d * KEYS / PACKED, CACHE_LINE / int(sizeof(T)));
+#pragma GCC unroll 8
+        for (int i = 0; i < STEPS; ++i) step(d + i * STEP, false);
       }
+#pragma GCC unroll 4
+      for (; d + STEP <= head_dim; d += STEP) step(d, prefetches);
       if (d < head_dim) {
         const int n = int(head_dim - d);
         if constexpr (PACKED == 2)
-          step_packed(d, n, [n](const T* p, F* y) __attribute__((always_inline)) {
+          step_packed(d, n, prefetches, [n](const T* p, F* y) __attribute__((always_inline)) {
             Product::load_both(p, n, y);
           });
         else
-          step(d, n, [n](const T* p) __attribute__((always_inline)) {
+          step_plain(d, n, prefetches, [n](const T* p) __attribute__((always_inline)) {
             return Product::load_operands(p, n);
           });
       }
@@ -133,6 +145,13 @@ PAGED_ATTN_INLINE void load_down(const T* v, const int64_t* offset, int n, F* x)
         Product::load_down(first, second, n, x + j);
     }
   } else {
+    if constexpr (Product::template by_bytes<T>)
+      if (n == VECS * W) {
+#pragma GCC unroll 2
+        for (int j = 0; j < VECS; j += DEPTH)
+          Product::load_down(v + offset[0] + j * W, v + offset[1] + j * W, x + j);
+        return;
+      }
     if constexpr (Product::template by_floats<T>)
       if (n == VECS * W) {
 #pragma GCC unroll 4
@@ -168,13 +187,18 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j)
       sum[r][j] = Product::from_memory(load(acc + r * stride_acc + j * W));
+  // prefetched row by row, or where a row's share is less than a line, for some columns at once
+  constexpr int SHARE = DEPTH * VECS * W / ROWS / PACKED, LINE = CACHE_LINE / int(sizeof(T));
+  constexpr int LINE_COLUMNS = LINE * PACKED / (VECS * W);
+  constexpr int COLUMNS = SHARE >= LINE ? 0 : LINE_COLUMNS < DEPTH ? DEPTH : LINE_COLUMNS;
   for (int c = 0; c < columns; c += DEPTH, p += 1) {
     F x[VECS];
     load_down<Product, VECS>(v, offset + c, n, x);
+    if constexpr (COLUMNS > 0)
+      if (first && c % COLUMNS == 0) ahead.prefetch(later, c * n / PACKED, COLUMNS * n / PACKED);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      constexpr int SHARE = DEPTH * VECS * W / ROWS;
-      if (first) ahead.prefetch(later, (c * n + r * SHARE) / PACKED, SHARE / PACKED);
+      if (first && COLUMNS == 0) ahead.prefetch(later, c * n / PACKED + r * SHARE, SHARE);
       const F weight = set1(p[r * ROW_COLUMNS]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);

@@ -9,6 +9,7 @@
 #include "../core/vec/convert.h"
 #include "../core/vec/float8_lines.h"
 #include "../core/vec/stream.h"
+#include "quantize_rows.h"
 
 namespace {
 
@@ -52,83 +53,6 @@ inline void store_row(const char* from, char* to, int64_t bytes, bool streamed) 
     return;
   }
   for (int64_t b = 0; b < bytes; b += CACHE_LINE) stream_line(to + b, from + b);
-}
-
-// The largest number of a format.
-PAGED_ATTN_INLINE float largest_of(paged_attn::DType dtype) {
-  using paged_attn::DType;
-  switch (dtype) {
-    case DType::float8_e4m3fn: return 448.f;
-    case DType::float8_e5m2: return 57344.f;
-    case DType::int8: return 127.f;
-    default: return 7.f;
-  }
-}
-
-// The scale of a row: its largest magnitude over that of the format, 1 if that is 0, NaN if the row
-// holds a NaN.
-template <class From>
-PAGED_ATTN_INLINE float scale_of_row(const From* from, int64_t head_dim, float largest) {
-  F top = {};
-  I is_nan = {};
-  for (int64_t d = 0; d < head_dim; d += W) {
-    const int n = int(min64(W, head_dim - d));
-    const F x = abs(n == W ? load(from + d) : load(from + d, n));
-    is_nan |= (I)(x != x);
-    top = max(top, x);
-  }
-  const float scale = reduce_max(top) / largest;
-  bool any = false;
-  for (int i = 0; i < W; ++i) any |= is_nan[i] != 0;
-  return any ? NAN : scale == 0 ? 1.f : scale;
-}
-
-// Divides a row by its scale and stores it in an 8-bit format, or two numbers a byte.
-template <class From, class To>
-inline void quantize_row(const From* from, To* to, int64_t head_dim, float scale, float largest,
-                         bool is_int4) {
-  for (int64_t d = 0; d < head_dim; d += W) {
-    const int n = int(min64(W, head_dim - d));
-    const F x = (n == W ? load(from + d) : load(from + d, n)) / set1(scale);
-    const F saturated = min(set1(largest), max(set1(-largest), x));
-    if (!is_int4) {
-      store(to + d, saturated, n);
-      continue;
-    }
-    To pair[W];
-    store(pair, saturated, W);
-    for (int i = 0; i < n; i += 2) {
-      const uint8_t low = uint8_t(((const uint8_t*)pair)[i] & 15);
-      ((uint8_t*)to)[(d + i) / 2] = uint8_t(low | ((const uint8_t*)pair)[i + 1] << 4);
-    }
-  }
-}
-
-inline void quantize_token(const paged_attn::CacheWrite& w, int64_t token, int64_t page,
-                           int64_t offset, int64_t num_heads) {
-  using paged_attn::DType;
-  const float largest = largest_of(w.to_dtype);
-  const bool is_int4 = w.to_dtype == DType::int4;
-  for (int64_t h = 0; h < num_heads; ++h) {
-    const int64_t source = token * w.from_stride_token + h * w.from_stride_head;
-    const int64_t target =
-        page * w.to_stride_page + h * w.to_stride_head + offset * w.to_stride_token;
-    with_type(w.from_dtype, [&](auto from_tag) __attribute__((always_inline)) {
-      typedef typename decltype(from_tag)::type From;
-      if constexpr (sizeof(From) > 1) {
-        const From* from = (const From*)w.from + source;
-        const float scale = scale_of_row(from, w.head_dim, largest);
-        w.token_scales[page * w.scale_stride_page + h * w.scale_stride_head +
-                       offset * w.scale_stride_token] = scale;
-        with_type(is_int4 ? DType::int8 : w.to_dtype,
-                  [&](auto to_tag) __attribute__((always_inline)) {
-                    typedef typename decltype(to_tag)::type To;
-                    if constexpr (sizeof(To) == 1)
-                      quantize_row(from, (To*)w.to + target, w.head_dim, scale, largest, is_int4);
-                  });
-      }
-    });
-  }
 }
 
 inline void write_token(const paged_attn::CacheWrite& w, int64_t token, int64_t page,

@@ -56,8 +56,8 @@ CacheWrite cache_write(const TensorView& from, const Cache& cache, const TensorV
 }
 
 bool in_whole_lines(const CacheWrite& w) {
-  const int64_t bytes = bytes_of(w.to_dtype);
-  for (const int64_t elements : {w.head_dim, w.to_stride_page, w.to_stride_head, w.to_stride_token})
+  const int64_t bytes = bytes_of(w.to_dtype), row = elements_of(w.to_dtype, w.head_dim);
+  for (const int64_t elements : {row, w.to_stride_page, w.to_stride_head, w.to_stride_token})
     if (elements * bytes % LINE_BYTES != 0) return false;
   return reinterpret_cast<uintptr_t>(w.to) % LINE_BYTES == 0;
 }
@@ -124,7 +124,7 @@ void run(ReshapeAndCache& r) {
   const int64_t elements = r.num_tokens * r.num_heads * (r.key.head_dim + r.value.head_dim);
   const int64_t threads = elements < 65536 ? 1 : int64_t(torch::stable::get_num_threads());
   r.residues = (threads + 1) / 2;
-  if (elements * bytes_of(r.key.to_dtype) >= STREAMED_BYTES && !r.key.token_scales)
+  if (elements_of(r.key.to_dtype, elements) * bytes_of(r.key.to_dtype) >= STREAMED_BYTES)
     for (CacheWrite* w : {&r.key, &r.value}) w->streamed = in_whole_lines(*w);
   const Kernels& isa = kernels();
   run_tasks(2 * r.residues, threads, [&](int64_t task) {

@@ -223,6 +223,36 @@ def test_quantize(case, runner):
     assert_same_bits(found, wanted)
 
 
+def check_quantize(runner, key, value, mapping, slots, stored):
+    """Against the reference, with caches and scales of `slots` in pages of 16."""
+    pages = slots // 16, key.shape[1], 16
+    caches, scales = [], []
+    for x in (key, value):
+        width = x.shape[-1] // 2 if stored == INT4 else x.shape[-1]
+        caches.append(torch.full((*pages, width), 77.0).to(stored))
+        scales.append(torch.full(pages, 77.0))
+    wanted = [x.clone() for x in (*caches, *scales)]
+    reference.reshape_and_cache_quantize(key, value, *wanted, mapping)
+    assert_same_bits(runner.quantize(key, value, tuple(caches), tuple(scales), mapping), wanted)
+
+
+@pytest.mark.over({"i8": torch.int8, "e4m3": torch.float8_e4m3fn, "i4": INT4})
+def test_quantize_megabytes(case, runner):
+    """They may bypass a processor's caches: keys are whole cache lines, values not."""
+    sizes = {"tokens": 4096, "heads": 8, "slots": 5120, "dim": 128, "dim_v": 136}
+    key, value, _, mapping = make(torch.bfloat16, torch.float32, **sizes)
+    check_quantize(runner, key, value, mapping, 5120, case)
+
+
+@pytest.mark.over({"i8": torch.int8, "e5m2": torch.float8_e5m2, "i4": INT4})
+def test_quantize_every_bfloat16(case, runner):
+    """Ties, subnormals, infinities: neighbours, and numbers far apart, beside each other."""
+    every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    every = every.where(~every.isnan(), 0.0)
+    key, value = every.view(-1, 1, 128), every.view(128, -1).t().contiguous()[:, None]
+    check_quantize(runner, key, value, torch.arange(len(key)), 512, case)
+
+
 @pytest.mark.over({"i4": Quantize(torch.float32, INT4, "hnd")})
 def test_quantized_rows_that_are_not_finite(case, runner):
     """A NaN is in its own row alone, by the scale; what stands beside it is exact."""

@@ -67,7 +67,7 @@ PAGED_ATTN_INLINE F load(const T* p, int n) {
 // float. The low byte of the sum is then the rounded mantissa, less a constant that makes it the
 // code once the exponent is added; all other parts of the sum are multiples of 256.
 template <int MANTISSA, int BIAS>
-PAGED_ATTN_INLINE U8 to_float8(F x, float largest) {
+PAGED_ATTN_INLINE U float8_code(F x, float largest) {
   constexpr int DROP = 23 - MANTISSA;
   constexpr uint32_t SMALLEST_NORMAL = (128u - BIAS) << 23;
   constexpr uint32_t MAGIC = (DROP << 23) + 0x400000u - (SMALLEST_NORMAL >> DROP);
@@ -76,7 +76,16 @@ PAGED_ATTN_INLINE U8 to_float8(F x, float largest) {
   const F magic = as_float(bits(power) + MAGIC);
   U code = bits(magnitude + magic) + (bits(power) >> DROP);
   code = select((I)(x != x), set1(0x7fu), code);
-  return __builtin_convertvector((code & 0x7fu) | (bits(x) >> 24 & 0x80u), U8);
+  return (code & 0x7fu) | (bits(x) >> 24 & 0x80u);
+}
+
+// The bits of an 8-bit number, in the low byte of a lane whose others are 0.
+PAGED_ATTN_INLINE U code_of(const float8_e4m3fn*, F x) { return float8_code<3, 7>(x, 448.f); }
+PAGED_ATTN_INLINE U code_of(const float8_e5m2*, F x) { return float8_code<2, 15>(x, 57344.f); }
+PAGED_ATTN_INLINE U code_of(const int8_t*, F x) {
+  x = x == x ? x : F{};
+  const F clamped = min(set1(127.f), max(set1(-128.f), x));
+  return (U) __builtin_convertvector(round(clamped), I) & 0xffu;
 }
 
 PAGED_ATTN_INLINE U16 from_float(const bfloat16*, F x) {
@@ -85,12 +94,14 @@ PAGED_ATTN_INLINE U16 from_float(const bfloat16*, F x) {
   return __builtin_convertvector(select((I)(x != x), U{} + 0x7fc0u, rounded), U16);
 }
 PAGED_ATTN_INLINE U16 from_float(const float16*, F x) { return float_to_half(x); }
-PAGED_ATTN_INLINE U8 from_float(const float8_e4m3fn*, F x) { return to_float8<3, 7>(x, 448.f); }
-PAGED_ATTN_INLINE U8 from_float(const float8_e5m2*, F x) { return to_float8<2, 15>(x, 57344.f); }
-PAGED_ATTN_INLINE U8 from_float(const int8_t*, F x) {
-  x = x == x ? x : F{};
-  const F clamped = min(set1(127.f), max(set1(-128.f), x));
-  return __builtin_convertvector(__builtin_convertvector(round(clamped), I), U8);
+template <class T>
+PAGED_ATTN_INLINE U8 from_float(const T* p, F x) {
+#if PAGED_ATTN_LANES == 16
+  return __builtin_convertvector(code_of(p, x), U8);
+#else
+  // by way of 16 bits, or GCC would take one lane after the other
+  return __builtin_convertvector(__builtin_convertvector(code_of(p, x), U16), U8);
+#endif
 }
 PAGED_ATTN_INLINE F from_float(const float*, F x) { return x; }
 
