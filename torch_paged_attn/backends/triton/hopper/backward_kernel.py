@@ -28,28 +28,17 @@ from torch_paged_attn.backends.triton.hopper.backward_queries import (
     produce_queries_and_keys,
 )
 from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.pipeline import (
     Pipeline,
     new_barriers,
     new_pipeline,
 )
 from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
-
-
-@gluon.constexpr_function
-def _registers(consumers, of_consumer, others):
-    """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
-    and at most 512 for one thread of each warpgroup together. The last warpgroup are the warps that
-    do not compute."""
-    groups = consumers + 1
-    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * others
-
-
-@gluon.constexpr_function
-def _warps(consumers, others):
-    """Warps of each partition but the first."""
-    return [4] * (consumers - 1) + [1] * others
 
 
 @gluon.jit
@@ -156,14 +145,10 @@ def _hopper_backward_keys_kernel(
         sizes, scalars,
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_of_keys, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + OTHERS]
-        ],
-        _warps(CONSUMERS, OTHERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
-    )
+    run_partitions(
+        _of_keys, (params, pipelines, OPTIONS), warps_of(CONSUMERS, OTHERS),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
@@ -189,8 +174,7 @@ def _hopper_backward_queries_kernel(
         q_desc, dout_desc, k_desc, v_desc, None, dq_desc, None, None, pointers, sizes, scalars
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [(_of_queries, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4)[: CONSUMERS + 2]],
-        _warps(CONSUMERS, 2),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, 2),
-    )
+    run_partitions(
+        _of_queries, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 2),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, 2),
+    )  # fmt: skip

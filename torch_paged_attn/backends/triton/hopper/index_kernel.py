@@ -23,10 +23,14 @@ from torch_paged_attn.backends.triton.hopper.index_arguments import (
     IndexParams,
     IndexSizes,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.selected_producer import find_sequence
 from torch_paged_attn.backends.triton.hopper.tma import boxes, load_rows, shape_of_tiles
-from torch_paged_attn.backends.triton.hopper.unit_kernel import registers_of
 
 BLOCK, SPAN = gl.constexpr(KEYS), gl.constexpr(CHUNK)
 
@@ -230,11 +234,7 @@ def _hopper_index_scores_kernel(
     )
     params = IndexParams(q_desc, k_desc, pointers, sizes)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 4]
-        ],
-        [4] * (CONSUMERS - 1) + [1] * 4,
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
         registers_of(CONSUMERS, OPTIONS.REGISTERS),
-    )
+    )  # fmt: skip

@@ -18,24 +18,13 @@ from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
     new_split_queries,
     new_stored_keys,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.pipeline import new_barriers
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
-
-
-@gluon.constexpr_function
-def _warps(consumers):
-    """Warps of each partition but the first: the second consumer, the producer, and three that fill
-    up its warpgroup."""
-    return [4] * (consumers - 1) + [1] * 4
-
-
-@gluon.constexpr_function
-def _registers(consumers, of_consumer):
-    """Registers of a thread of each of these partitions. One thread of each of a program's
-    warpgroups, together, have 504 with three warpgroups, and 256 with two, since then two programs
-    share a multiprocessor."""
-    of_all = 504 if consumers == 2 else 256
-    return [of_consumer] * (consumers - 1) + [of_all - consumers * of_consumer] * 4
 
 
 @gluon.jit
@@ -65,11 +54,7 @@ def _hopper_mla_bytes_fwd_kernel(
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     params = MlaBytesParams(k_desc, k_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5)[: CONSUMERS + 4]
-        ],
-        _warps(CONSUMERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS),
-    )
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, programs=OPTIONS.PROGRAMS),
+    )  # fmt: skip

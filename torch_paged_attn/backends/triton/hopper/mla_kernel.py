@@ -19,14 +19,12 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_queries,
 )
 from torch_paged_attn.backends.triton.hopper.mla_producer import produce_latent
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
-
-
-@gluon.constexpr_function
-def _registers(of_consumer):
-    """Registers of a thread of the second consumer, and of each of the four warps after it. One
-    thread of each of the three warpgroups, together, have 504."""
-    return [of_consumer] + [504 - 2 * of_consumer] * 4
 
 
 @gluon.jit
@@ -54,8 +52,7 @@ def _hopper_mla_fwd_kernel(
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4, 5)],
-        [4, 1, 1, 1, 1],
-        _registers(OPTIONS.REGISTERS),
-    )
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(2, 4),
+        registers_of(2, OPTIONS.REGISTERS),
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_queries,
     opaque_zero,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import run_partitions, warps_of
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import (
     GROUPS,
@@ -184,11 +185,7 @@ def _hopper_selected_bytes_few_heads_kernel(
     )  # fmt: skip
     params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, weights, OPTIONS, i))
-            for i in (0, 1, 2, 3)[: 2 + OPTIONS.CONVERTERS]
-        ],
-        [4] * (1 + OPTIONS.CONVERTERS),
+    run_partitions(
+        _run_partition, (params, pipelines, weights, OPTIONS), warps_of(2 + OPTIONS.CONVERTERS),
         _registers(OPTIONS.CONVERTERS),
-    )
+    )  # fmt: skip

@@ -27,6 +27,11 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_queries,
     opaque_zero,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected_bytes_stages import (
     BLOCKS,
@@ -255,9 +260,7 @@ def _hopper_selected_bytes_kernel(
     )  # fmt: skip
     params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, split, weights, OPTIONS, i)) for i in (0, 1)],
-        [4],
-        # one thread of each of a program's two warpgroups, together, have 256
-        [256 - OPTIONS.REGISTERS],
-    )
+    run_partitions(
+        _run_partition, (params, pipelines, split, weights, OPTIONS), warps_of(2),
+        registers_of(1, OPTIONS.REGISTERS, 1, programs=OPTIONS.PROGRAMS),
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_seen_keys,
     opaque_zero,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import run_partitions, warps_of
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected_consumer import add_sink
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
@@ -243,8 +244,4 @@ def _hopper_selected_few_heads_kernel(
     )  # fmt: skip
     params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, probabilities, OPTIONS, i)) for i in (0, 1)],
-        [4],
-        [128],
-    )
+    run_partitions(_run_partition, (params, pipelines, probabilities, OPTIONS), warps_of(2), [128])

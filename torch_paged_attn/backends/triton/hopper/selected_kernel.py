@@ -13,17 +13,15 @@ from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
     new_queries,
     new_seen_keys,
 )
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.selected_arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected_consumer import consume_lists
 from torch_paged_attn.backends.triton.hopper.selected_producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
-
-
-@gluon.constexpr_function
-def _registers(of_consumer):
-    """Registers of a thread of the second consumer and of the producer. One thread of each of the
-    three warpgroups, together, have 504."""
-    return [of_consumer, 504 - 2 * of_consumer]
 
 
 @gluon.jit
@@ -54,8 +52,9 @@ def _hopper_selected_fwd_kernel(
     )  # fmt: skip
     params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2)],
-        [4, 4],
-        _registers(OPTIONS.REGISTERS),
+    run_partitions(
+        _run_partition,
+        (params, pipelines, OPTIONS),
+        warps_of(3),
+        registers_of(2, OPTIONS.REGISTERS, 1),
     )

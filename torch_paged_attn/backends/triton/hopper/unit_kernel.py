@@ -22,6 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.hopper.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.unit_arguments import UnitParams, UnitSizes
@@ -280,14 +285,6 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         n += 1
 
 
-@gluon.constexpr_function
-def registers_of(consumers, of_consumer):
-    """Registers of a thread, for each partition of warps but the first. Producers are a warp each;
-    there are four, or warps that do nothing fill up their warpgroup."""
-    left = 512 // (consumers + 1) // 8 * 8 * (consumers + 1) - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * 4
-
-
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     if NUMBER < OPTIONS.CONSUMERS:
@@ -326,11 +323,7 @@ def _hopper_attention_units_kernel(
     sizes = UnitSizes(entries, num_pages, stride_table)
     params = UnitParams(q_desc, k_desc, v_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 4]
-        ],
-        [4] * (CONSUMERS - 1) + [1] * 4,
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
         registers_of(CONSUMERS, OPTIONS.REGISTERS),
-    )
+    )  # fmt: skip
