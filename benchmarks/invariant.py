@@ -20,7 +20,7 @@ import triton
 
 import torch_paged_attn
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable.attention import plan_attention
+from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 PREFILLS = ((1, 16384), (4, 4096), (16, 1024))

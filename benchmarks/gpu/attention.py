@@ -21,7 +21,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
-from torch_paged_attn.backends.triton.portable.attention import attend
+from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
 DEVICE = "cuda"
 

@@ -28,8 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
 from torch_paged_attn.backends.triton.flash_varlen_backward import flash_varlen_backward
-from torch_paged_attn.backends.triton.portable.attention import plan_attention
-from torch_paged_attn.backends.triton.portable.backward import plan_backward
+from torch_paged_attn.backends.triton.portable.backward.plan import plan_backward
+from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
 from torch_paged_attn.backward_call import BackwardCall
 
 TOKENS = 16384

@@ -25,8 +25,8 @@ import torch
 from draws import Step
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable.attention import plan_attention
-from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
+from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
+from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.tuning import Config
 
 # BLOCK_N, warps, stages, and the programs that a multiprocessor may hold
@@ -121,7 +121,7 @@ def main() -> None:
     begun = time.perf_counter()
     steps = shapes()
     compile_ahead(steps)
-    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3).get("FA3")
     rows: list[dict[str, Any]] = []
     document = {"machine": gpu_run.describe_machine(gpu_run.git_commit()), "rows": rows}
     for step in steps:

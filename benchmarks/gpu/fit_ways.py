@@ -1,4 +1,5 @@
-"""Fit the costs by which the fastest way to run a call is chosen (`backends/triton/ways.py`).
+"""Fit the costs by which the fastest way to run a call is chosen (`dispatch/cost_model.py` of the
+Triton backend).
 
     python benchmarks/gpu/fit_ways.py                fit, say how well choices do, write nothing
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
@@ -25,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from torch_paged_attn.backends.triton import ways
+from torch_paged_attn.backends.triton.dispatch import cost_model as ways
+from torch_paged_attn.backends.triton.dispatch.cost_model import Costs, Lengths, Shape
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
-from torch_paged_attn.backends.triton.ways import Costs, Lengths, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from measured import Row, guess_of, rows_of, shape_of, write

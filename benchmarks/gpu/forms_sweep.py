@@ -1,5 +1,5 @@
-"""Time the ways that a launch may take, side by side: what the costs in `ways.py` are fitted to,
-and what the rules for packed sequences in Hopper's `support.py` are chosen by.
+"""Time the ways that a launch may take, side by side: what the costs in `dispatch/cost_model.py`
+are fitted to, and what the rules for packed sequences in Hopper's `support.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
@@ -29,13 +29,13 @@ import torch
 from draws import KINDS, Step, draw_steps
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import kernels
+from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
-from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
-from torch_paged_attn.backends.triton.hopper.choices import Form
-from torch_paged_attn.backends.triton.portable import attention as portable
-from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
+from torch_paged_attn.backends.triton.hopper.forward.choices import Form
+from torch_paged_attn.backends.triton.portable.forward import plan as portable
+from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.tuning import FORWARD, Config, HopperConfig
 
@@ -324,7 +324,7 @@ def main() -> None:
             for reason in failed:
                 print(f"  {step}: {reason}")
     print(f"{len(steps)} steps compiled after {time.perf_counter() - begun:.0f} s", flush=True)
-    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3).get("FA3")
     serving.EACH_SECONDS, serving.MOST_ROUNDS = EACH_SECONDS, MOST_ROUNDS  # many contenders
     rows: list[dict[str, Any]] = []
     document = {"machine": gpu_run.describe_machine(options.commit), "rows": rows}

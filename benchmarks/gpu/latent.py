@@ -16,7 +16,7 @@ from attention import DEVICE, check, paged, relative_error, take_turns, without_
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
-from torch_paged_attn.backends.triton.portable.attention import attend
+from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
 

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from torch_paged_attn import flash_varlen, reference
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable.attention import attend
+from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
 SOFTCAP = 30.0
 LLAMA = Prefill((4096,) * 4, 32, 8, 128)

@@ -55,11 +55,11 @@ def load(file: Path) -> ModuleType:
 
 
 def find_peers(
-    fa3: Path | None,
-    fa4: Path | None,
-    flash_mla: Path | None,
-    vllm: Path | None,
-    attention_gym: Path | None,
+    fa3: Path | None = None,
+    fa4: Path | None = None,
+    flash_mla: Path | None = None,
+    vllm: Path | None = None,
+    attention_gym: Path | None = None,
 ) -> dict[str, Any]:
     """The peers that torch does not bring along."""
     peers: dict[str, Any] = {}

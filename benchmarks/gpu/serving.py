@@ -339,7 +339,7 @@ def main() -> None:
     if options.kinds:
         steps = [step for step in steps if step.kind in options.kinds]
     compile_ahead(steps, options.processes)
-    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3).get("FA3")
     torch.manual_seed(options.seed)
     rows: list[dict[str, Any]] = []
     document = {

@@ -13,7 +13,7 @@ import attention
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
-from torch_paged_attn.backends.triton.portable.splits import SplitPlan
+from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan
 from torch_paged_attn.backends.triton.tuning import Config
 
 PREFILL = [

@@ -312,21 +312,21 @@ def _quantize(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
 
 
 def _merge(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states import merge_states
+    from torch_paged_attn.backends.triton.merges.merge_states import merge_states
 
     out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
     return lambda: merge_states(out, lse, out, lse)
 
 
 def _merge_list(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states import merge_states_list
+    from torch_paged_attn.backends.triton.merges.merge_states import merge_states_list
 
     out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
     return lambda: merge_states_list([out] * 3, [lse] * 3)
 
 
 def _merge_remote(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_remote import Slots, merge_remote
+    from torch_paged_attn.backends.triton.merges.merge_remote import Slots, merge_remote
 
     out, lse, numbers = torch.zeros(9, 8, 128), torch.zeros(8, 9), torch.zeros(9, dtype=torch.int32)
     slots = [torch.zeros(Slots.of(4, 18, 128).elements)] * 4
@@ -336,7 +336,7 @@ def _merge_remote(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _merge_backward(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states_backward import merge_states_backward
+    from torch_paged_attn.backends.triton.merges.merge_states_backward import merge_states_backward
 
     out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
     return lambda: merge_states_backward(out, lse, out, lse, out, lse, out, lse)

@@ -39,7 +39,8 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     from triton.runtime.jit import JITFunction
 
     from torch_paged_attn.backends.triton.hopper import support
-    from torch_paged_attn.backends.triton.portable import backward, tiles
+    from torch_paged_attn.backends.triton.portable.backward import plan as backward
+    from torch_paged_attn.backends.triton.portable.forward import tiles
     from torch_paged_attn.backends.triton.runtime import launch_cache
     from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning
@@ -78,7 +79,7 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
 
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     """What is wrong with the kernels of a call if an entry holds this tile."""
-    from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.portable.forward import tiles
     from torch_paged_attn.backends.triton.runtime import launch_cache
     from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning

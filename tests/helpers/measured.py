@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import kernels, ways
+from torch_paged_attn.backends.triton.dispatch import cost_model as ways
+from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.flash_varlen import said_of_reach
 
 DATA = Path(__file__).parents[1] / "triton" / "data" / "ways_sweep.json.gz"

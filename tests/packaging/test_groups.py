@@ -18,6 +18,7 @@ MOST = 10
 FLAT = {
     "_graph_attention_fwd_kernel": "a node of a graph takes no tuples",
     "_merge_kernel": "a node of a graph takes no tuples",
+    "_fold_block": "a consumer's running sums, which it returns",
     "_hopper_backward_keys_kernel": "eight boxes, each with a description of its own",
 }
 
@@ -45,6 +46,6 @@ def device_functions():
 
 
 def test_device_functions_take_groups():
-    counts = dict(device_functions())
+    counts = dict(sorted(device_functions(), key=lambda x: x[1]))  # the most of a name
     assert len(counts) > 100
     assert {name for name, count in counts.items() if count > MOST} == set(FLAT)

@@ -96,18 +96,6 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
     assert "z80" in done.stderr and torch.ops.paged_attn.cpu_isas() in done.stderr
 
 
-# what the portable kernels and Hopper's both use
-SHARED_BY_KERNELS = (
-    "int4",
-    "arrivals",
-    "backward_statistics",
-    "dequant",
-    "page_sizes",
-    "seqlen_info",
-    "softmax",
-    "unit_items",
-)
-
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
     "ops": ("ops",),
@@ -116,14 +104,14 @@ MAY_IMPORT = {
     "backends/tpu": ("backends.tpu", "ops"),
     "backends/neuron": ("backends.neuron", "lru", "ops"),
     "backends/triton": ("backends.triton", "lru", "ops"),
-    "backends/triton/portable": (
-        *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
-        "backends.triton.inverse_lists",
+    "backends/triton/portable": tuple(
+        "backends.triton." + m for m in ("portable", "common", "runtime", "tuning")
     ),
     "backends/triton/hopper": (
-        *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),
+        *("backends.triton." + m for m in ("hopper", "common", "runtime", "tuning")),
         *("lru", "ops.lacking"),
     ),
+    "backends/triton/common": ("backends.triton.common", "backends.triton.runtime", "lru", "ops"),
     "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
     "distributed": ("distributed", "lru", "ops"),
     "integrations": ("integrations", "_processor", "_serving", "_warmup", "lru", "ops"),

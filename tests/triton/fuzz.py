@@ -34,7 +34,7 @@ def run(problem: Problem) -> None:
     from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends.triton import BACKEND
     from torch_paged_attn.backends.triton.flash_varlen import unsupported_on_hopper
-    from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+    from torch_paged_attn.backends.triton.hopper.forward import plan as flash_varlen_sm90
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import every_other
 
-from torch_paged_attn.backends.triton.written_slots import FEW_TOKENS
+from torch_paged_attn.backends.triton.cache_write.written_slots import FEW_TOKENS
 from torch_paged_attn.integrations._kvcache import rotate
 from torch_paged_attn.ops.append_slots import positions
 from torch_paged_attn.testing import assert_rounded_alike

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from torch_paged_attn.backends.triton import portable
-from torch_paged_attn.backends.triton.portable.groups import Pointers, Scalars, Sizes
-from torch_paged_attn.backends.triton.portable.selected_keys import SelectedSizes
+from torch_paged_attn.backends.triton.portable.common.groups import Pointers, Scalars, Sizes
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedSizes
 
 # a few functions work on a tile, its rows and what was loaded for it
 MOST_PARAMETERS = 9
-FILES = sorted(Path(portable.__file__).parent.glob("*.py"))
+FILES = sorted(Path(portable.__file__).parent.rglob("*.py"))
 
 # kernels: Triton wants sizes one by one, and a node of a graph everything
 KERNELS = (
     *("_attention_fwd_kernel", "_graph_attention_fwd_kernel"),
     *("_attention_dq_kernel", "_attention_dkdv_kernel", "_attention_dbias_kernel"),
     *("_entry_rows_kernel", "_column_kernel", "_starts_kernel", "_top_units_kernel"),
+    "_count_units_kernel",
 )
 
 
@@ -45,7 +46,8 @@ def source(kernel):
 
 
 def test_kernels_list_the_fields_of_groups():
-    from torch_paged_attn.backends.triton.portable import attention_kernel, graph_kernel
+    from torch_paged_attn.backends.triton.portable.forward import graph_kernel
+    from torch_paged_attn.backends.triton.portable.forward import kernel as attention_kernel
 
     eager = list(inspect.signature(attention_kernel._attention_fwd_kernel.fn).parameters)
     assert eager == ["pointers", "strides", *Sizes._fields, "scalars", "OPTIONS", "IS_DEPENDENT"]

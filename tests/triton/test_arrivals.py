@@ -10,9 +10,9 @@ from covering import every, every_other
 from dispatched import dispatched
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.arrivals import arrive
-from torch_paged_attn.backends.triton.portable import attention
-from torch_paged_attn.backends.triton.portable.splits import SplitPlan
+from torch_paged_attn.backends.triton.common.arrivals import arrive
+from torch_paged_attn.backends.triton.portable.forward import plan as attention
+from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan
 from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 

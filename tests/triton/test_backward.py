@@ -29,7 +29,7 @@ def backward_call(problem, device, **changes):
 
 def test_statistics(kernels, device):
     """Every row is in its place, and everything is written."""
-    from torch_paged_attn.backends.triton.backward_statistics import plan_statistics
+    from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
 
     seqs = ((70, 0), (0, 9), (5, -3), (64, 0), (1, 0))
     # whole numbers: their sums are the same in any order
@@ -60,7 +60,9 @@ def test_statistics(kernels, device):
 
 def test_transposed_lists(device):
     """The rows of each column, ascending; a wild entry is no column's."""
-    from torch_paged_attn.backends.triton.portable.transposed_lists import plan_transposed_lists
+    from torch_paged_attn.backends.triton.portable.backward.transposed_lists import (
+        plan_transposed_lists,
+    )
 
     problem = Problem("lists", ((150, 0), (40, 210)), layout=Layout(16, 32, "kv", True, 0.4))
     args = build(problem).to(device).args
@@ -95,7 +97,7 @@ def test_transposed_lists(device):
     ],
 )
 def test_launches_what_is_asked_for(mask, launched, device, monkeypatch):
-    from torch_paged_attn.backends.triton.portable import backward
+    from torch_paged_attn.backends.triton.portable.backward import plan as backward
 
     made = set()
     for kind in ("dkdv", "dq", "dbias"):
@@ -113,7 +115,7 @@ def test_launches_what_is_asked_for(mask, launched, device, monkeypatch):
 
 def test_expanded_dout(kernels, device):
     """`out.sum().backward()` gives one number with strides of 0: what its copy gives."""
-    from torch_paged_attn.backends.triton.portable.backward import differentiate
+    from torch_paged_attn.backends.triton.portable.backward.plan import differentiate
 
     problem = Problem("expanded", ((20, 0), (9, 4)), 2, 1, 16)
     one = torch.ones(()).expand(29, 2, 16)
@@ -128,7 +130,7 @@ def test_expanded_dout(kernels, device):
 @pytest.mark.parametrize("layout", [None, Layout(32, 64, "all", density=0.6)])
 def test_tiles_agree(layout, device):
     """Tiles that no table of this machine's would choose, wider and narrower than statistics."""
-    from torch_paged_attn.backends.triton.portable.backward import differentiate
+    from torch_paged_attn.backends.triton.portable.backward.plan import differentiate
     from torch_paged_attn.backends.triton.tuning import BackwardConfig, Config
 
     seqs = (130, 0), (9, 40)
@@ -142,7 +144,7 @@ def test_tiles_agree(layout, device):
 
 def test_rows_of_no_sequence(device):
     """Keys before and after all sequences, and past the end of one, get 0 whatever they hold."""
-    from torch_paged_attn.backends.triton.portable.backward import differentiate
+    from torch_paged_attn.backends.triton.portable.backward.plan import differentiate
 
     call = backward_call(Problem("rows", ((9, 0), (0, 5), (7, 3)), 2, 1, 16), device)
     forward = call.forward
@@ -165,7 +167,7 @@ def test_rows_of_no_sequence(device):
 
 def test_a_window_between_the_keys_of_a_rank(device):
     """A query that sees no key, in a tile with one that does: its NaN in dout reaches nothing."""
-    from torch_paged_attn.backends.triton.portable.backward import differentiate
+    from torch_paged_attn.backends.triton.portable.backward.plan import differentiate
 
     options = {"window_size_left": 1, "key_ranks": 2, "key_interleave": 16}
     problem = Problem("between", ((2, 16),), 1, 1, 16, **options)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.hopper.block_lists import (
+from torch_paged_attn.backends.triton.hopper.schedule.block_lists import (
     SPAN,
     plan_block_lists,
     shape_of_lists,

@@ -24,7 +24,7 @@ def keys_by_order():
 def test_keys_do_not_depend_on_the_order_of_kernels(keys_by_order):
     first, second = (found["keys"] for found in keys_by_order)
     assert (
-        "torch_paged_attn.backends.triton.hopper.attention_kernel._hopper_attention_fwd_kernel"
+        "torch_paged_attn.backends.triton.hopper.forward.kernel._hopper_attention_fwd_kernel"
         in first
     )
     assert first == second

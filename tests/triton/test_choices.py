@@ -6,10 +6,12 @@ import pytest
 import torch
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton import flash_varlen, kernels
-from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support, tiles
-from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
+from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.dispatch import kernels
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
+from torch_paged_attn.backends.triton.hopper.forward.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 

@@ -11,14 +11,14 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 # after conftest.py has decided whether kernels are interpreted
-from torch_paged_attn.backends.triton.dequant import decode, encode  # noqa: E402
-from torch_paged_attn.backends.triton.int4 import (  # noqa: E402
+from torch_paged_attn.backends.triton.cache_write.quantize_rows import LARGEST  # noqa: E402
+from torch_paged_attn.backends.triton.common.dequant import decode, encode  # noqa: E402
+from torch_paged_attn.backends.triton.common.int4 import (  # noqa: E402
     decode_fours,
     decode_raised_fours,
     decode_two,
     encode_two,
 )
-from torch_paged_attn.backends.triton.quantize_rows import LARGEST  # noqa: E402
 from torch_paged_attn.backends.triton.runtime.target import target_of  # noqa: E402
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

@@ -116,8 +116,8 @@ def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, compiler):
 @pytest.mark.parametrize(
     "module, kernel",
     [
-        ("portable.graph_kernel", "_graph_attention_fwd_kernel"),
-        ("merge_states", "_merge_kernel"),
+        ("portable.forward.graph_kernel", "_graph_attention_fwd_kernel"),
+        ("merges.merge_states", "_merge_kernel"),
     ],
 )
 def test_what_inductor_prints_has_every_name_once(module, kernel, compiler):

@@ -13,8 +13,9 @@ from hopper_calls import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupport
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
-from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support, tiles
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import path
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build

@@ -9,7 +9,7 @@ from hopper_calls import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupport
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
-from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
 from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 

@@ -10,7 +10,7 @@ import torch
 from hopper_calls import HOPPER, LONG, MIXED
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import backward as hopper
+from torch_paged_attn.backends.triton.hopper.backward import plan as hopper
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.tuning.hopper import choose_one_pass_config
 from torch_paged_attn.backward_call import BackwardCall

@@ -122,7 +122,7 @@ def check(found, whole, start, stop, what):
 
 @pytest.mark.parametrize("name", every_other(OPTIONS))
 def test_chunks_and_decodes_have_the_bits_of_the_whole_prompt(name, run, device, monkeypatch):
-    from torch_paged_attn.backends.triton.portable import splits
+    from torch_paged_attn.backends.triton.portable.forward import splits
 
     monkeypatch.setattr(splits, "FIXED_KEYS", PIECE)
     whole = prompt(name).to(device)
@@ -137,7 +137,7 @@ def test_chunks_and_decodes_have_the_bits_of_the_whole_prompt(name, run, device,
 def test_bits_do_not_depend_on_where_keys_lie_or_on_who_else_is_in_the_batch(
     name, run, device, monkeypatch
 ):
-    from torch_paged_attn.backends.triton.portable import splits
+    from torch_paged_attn.backends.triton.portable.forward import splits
 
     monkeypatch.setattr(splits, "FIXED_KEYS", PIECE)
     monkeypatch.setattr(np, "matmul", products_row_by_row)

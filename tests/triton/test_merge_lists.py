@@ -9,7 +9,7 @@ from torch_paged_attn.testing.accuracy import Truth
 
 def test_parts_are_merged_in_groups(device, monkeypatch):
     """Their results are parts again."""
-    from torch_paged_attn.backends.triton import merge_states
+    from torch_paged_attn.backends.triton.merges import merge_states
 
     monkeypatch.setattr(merge_states, "MOST_PARTS", 3)
     g = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_paged_attn import reference
-from torch_paged_attn.backends.triton.merge_remote import Slots, merge_remote
+from torch_paged_attn.backends.triton.merges.merge_remote import Slots, merge_remote
 from torch_paged_attn.testing import Truth, assert_accurate
 
 TOKENS, DIM = 20, 24

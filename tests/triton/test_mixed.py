@@ -4,8 +4,9 @@ import pytest
 import torch
 from hopper_calls import HAS_HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support, tiles
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16

@@ -9,9 +9,11 @@ import torch
 from hopper_calls import HAS_HOPPER, HOPPER
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import mla, mla_bytes, mla_work
-from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaPointers
-from torch_paged_attn.backends.triton.hopper.mla_combine import _hopper_mla_combine_kernel
+from torch_paged_attn.backends.triton.hopper.mla import plan as mla
+from torch_paged_attn.backends.triton.hopper.mla import plan_8bit as mla_bytes
+from torch_paged_attn.backends.triton.hopper.mla import work as mla_work
+from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaPointers
+from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Problem, Truth, assert_accurate, build

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_paged_attn.backends.triton import flash_varlen
-from torch_paged_attn.backends.triton.hopper import choices, tiles
-from torch_paged_attn.backends.triton.portable import tiles as portable
+from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
+from torch_paged_attn.backends.triton.portable.forward import tiles as portable
 from torch_paged_attn.backends.triton.runtime.target import assume, target_of
 from torch_paged_attn.testing import Problem
 

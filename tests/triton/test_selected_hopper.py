@@ -14,9 +14,9 @@ from compiled_calls import attention
 from covering import left_out
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton.hopper import selected
-from torch_paged_attn.backends.triton.hopper.selected_arguments import ListPointers
-from torch_paged_attn.backends.triton.hopper.selected_combine import (
+from torch_paged_attn.backends.triton.hopper.selected import plan as selected
+from torch_paged_attn.backends.triton.hopper.selected.arguments import ListPointers
+from torch_paged_attn.backends.triton.hopper.selected.combine import (
     _hopper_selected_combine_kernel,
 )
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch

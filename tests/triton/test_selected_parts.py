@@ -7,7 +7,8 @@ import torch
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.triton import selected_attention_backward as backward
-from torch_paged_attn.backends.triton.portable import selected, selected_parts
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected import parts as selected_parts
 from torch_paged_attn.testing import Problem, Selected, assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support, tiles
-from torch_paged_attn.backends.triton.hopper.choices import Form
-from torch_paged_attn.backends.triton.hopper.shared_memory import ROOM, bytes_of
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
+from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
+from torch_paged_attn.backends.triton.hopper.forward.choices import Form
+from torch_paged_attn.backends.triton.hopper.forward.shared_memory import ROOM, bytes_of
 from torch_paged_attn.testing import Problem, build
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

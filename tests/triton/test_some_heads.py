@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_paged_attn.backends.triton.some_heads import attend
+from torch_paged_attn.backends.triton.dispatch.some_heads import attend
 from torch_paged_attn.ops import flash_varlen
 
 LENGTHS = (700, 0, 4300)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from covering import every_row
 
-from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
-from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+from torch_paged_attn.backends.triton.hopper.schedule.piece_plan import Chip
+from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import (
     Lengths,
     TileOptions,
     plan_tile_list,

@@ -7,14 +7,14 @@ import torch
 from covering import left_out
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable.splits import plan_splits
+from torch_paged_attn.backends.triton.portable.forward.splits import plan_splits
 from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
 
 
 def test_group_wider_than_tile(kernels, device):
     """It takes the heads in turns: 40 of them here, 16 at a time."""
-    from torch_paged_attn.backends.triton.portable.attention import attend
+    from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
     problem = Problem("wide_group", ((1, 40), (3, 20), (0, 5)), 80, 2, 32, page_size=16)
     call = build(problem)
@@ -36,7 +36,7 @@ F32 = Problem("f32", ((1, 300), (21, 91)), 8, 2, 128, page_size=16)
 )
 def test_chains(problem, config, kernels, device):
     """What AMD's wide heads take."""
-    from torch_paged_attn.backends.triton.portable.attention import attend
+    from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
     call = build(problem)
     arguments = AttentionCall.flash_varlen(**call.to(device).args)
@@ -63,7 +63,7 @@ def test_even_splits(sequences, programs):
 )
 def test_tiles_in_turns(longest, options, kernels, device):
     """Whatever the hint of the longest sequence."""
-    from torch_paged_attn.backends.triton.portable.attention import attend
+    from torch_paged_attn.backends.triton.portable.forward.plan import attend
 
     seqs = ((0, 0), (40, 0), (1, 0), (17, 0), (0, 0))
     call = build(Problem("turns", seqs, dtype=torch.bfloat16, head_dim=32, **options))
@@ -74,7 +74,7 @@ def test_tiles_in_turns(longest, options, kernels, device):
 
 def test_choose_tiles_is_kept():
     """By numbers alone: a call of the same sizes gets the same tiles, whatever its tensors hold."""
-    from torch_paged_attn.backends.triton.portable.tiles import (
+    from torch_paged_attn.backends.triton.portable.forward.tiles import (
         choose_tiles,
         key_bound,
         traits_of,

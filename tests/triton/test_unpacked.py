@@ -9,7 +9,7 @@ import torch
 
 from torch_paged_attn import reference
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import unpacked
+from torch_paged_attn.backends.triton.dispatch import unpacked
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, i8, i4, e4m3 = torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn

@@ -10,7 +10,9 @@ import pytest
 import torch
 from hopper_calls import HOPPER, hopper_call
 
-from torch_paged_attn.backends.triton import flash_varlen, kernels, ways
+from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.dispatch import cost_model as ways
+from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import Problem
 

@@ -8,7 +8,7 @@ are imported by the first call.
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +50,11 @@ class Backend:
 
     supports_in_backward: ClassVar[tuple[str, ...]] = ()
     """The same of its backward (`lacking.OF_BACKWARD`)."""
+
+    files: ClassVar[Mapping[str, str]] = {}
+    """The modules of ops that are not in a file of the backend's folder named after the op: op ->
+    module below that folder.
+    """
 
     lacks_ops: ClassVar[tuple[str, ...]] = ("reshape_and_cache.quantize",)
     """Ops that it does not have, though it has others of the same file."""
@@ -113,17 +118,18 @@ class Backend:
         """
         if op in self.lacks_ops:
             return False
-        file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
-        return importlib.util.find_spec(file) is not None
+        return importlib.util.find_spec(self._module(op)) is not None
 
     def function(self, op: str) -> Callable[..., Any]:
         """The function that runs an op, with the op's arguments. By default it is in the file named
-        after the op: `reshape_and_cache_split` in reshape_and_cache.py for
+        after the op, or that of `files`: `reshape_and_cache_split` in reshape_and_cache.py for
         `reshape_and_cache.split`.
         """
-        file = op.partition(".")[0]
-        module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
-        return getattr(module, op.replace(".", "_"))
+        return getattr(importlib.import_module(self._module(op)), op.replace(".", "_"))
+
+    def _module(self, op: str) -> str:
+        op = op.partition(".")[0]
+        return f"torch_paged_attn.backends.{self.name}.{self.files.get(op, op)}"
 
     def repeated(self, op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
         """A function that runs a call of an op if it is like one of the last, and else returns
@@ -194,7 +200,7 @@ class Backend:
 
     def remote_merge(self) -> Any:
         """The module that merges the results of all ranks in memory that they share: `Slots` and
-        `merge_remote` of backends/triton/merge_remote.py. None if there is no such kernel.
+        `merge_remote` of backends/triton/merges/merge_remote.py. None if there is no such kernel.
         """
         return None
 

@@ -1,8 +1,8 @@
 """The Triton backend: kernels for NVIDIA and AMD GPUs, without C++."""
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
+    files: ClassVar[Mapping[str, str]] = {
+        op: f"merges.{op}" for op in ("merge_states", "merge_states_backward")
+    }
     supports = (
         *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
         *("key_ranks", "key_rank", "key_interleave", *COLUMN_SCALES),
@@ -62,13 +65,13 @@ class Triton(Backend):
         """Whether portable kernels run the call, Hopper's, or both, with which tiles and splits."""
         if (reason := self.unsupported()) is not None:
             return Path(self.name, None, reason)
-        from torch_paged_attn.backends.triton import path
+        from torch_paged_attn.backends.triton.dispatch import path
 
         return path.path(op, call, target)
 
     def attend_heads(self, given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
         """By Hopper's kernel, if it runs the call."""
-        from torch_paged_attn.backends.triton import some_heads
+        from torch_paged_attn.backends.triton.dispatch import some_heads
 
         return self.unsupported() is None and some_heads.attend(given, out, lse)
 
@@ -80,7 +83,7 @@ class Triton(Backend):
 
     def remote_merge(self) -> Any:
         """A kernel on Triton."""
-        from torch_paged_attn.backends.triton import merge_remote
+        from torch_paged_attn.backends.triton.merges import merge_remote
 
         return merge_remote
 
@@ -118,7 +121,7 @@ class Triton(Backend):
         if call.selection is not None:
             return None
         if max(call.head_dim, call.head_dim_v) > 256:
-            from torch_paged_attn.backends.triton.portable.backward import lacks_room
+            from torch_paged_attn.backends.triton.portable.backward.plan import lacks_room
 
             if (reason := lacks_room(call)) is not None:
                 return f"{reason}, for whose gradient this GPU's shared memory has no room"

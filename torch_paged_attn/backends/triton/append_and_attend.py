@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.append_kernel import (
+from torch_paged_attn.backends.triton.attend_cache import ranges
+from torch_paged_attn.backends.triton.cache_write.append_kernel import (
     HeadStrides,
     Pointers,
     Rotary,
@@ -17,8 +18,8 @@ from torch_paged_attn.backends.triton.append_kernel import (
     append_kernel,
     claim_kernel,
 )
-from torch_paged_attn.backends.triton.attend_cache import ranges
-from torch_paged_attn.backends.triton.dequant import as_stored, stored_format
+from torch_paged_attn.backends.triton.cache_write.written_slots import CLAIMED, FEW_TOKENS
+from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.flash_varlen import flash_varlen, said_of_longest
 from torch_paged_attn.backends.triton.reshape_and_cache import choose_rows, row_strides
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -26,7 +27,6 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, Constants
-from torch_paged_attn.backends.triton.written_slots import CLAIMED, FEW_TOKENS
 from torch_paged_attn.ops.append_and_attend import OP, Parts, check, check_rows, parts_of
 
 # the operator's tensors

@@ -3,7 +3,7 @@ keys.
 
 Tiles of queries start at positions that are multiples of their size. In the portable kernel a tile
 is in one row of the layout; in Hopper's it may be in several, and uses the union of their lists
-(`hopper/block_lists.py`). The host reads nothing of the layout.
+(`hopper/schedule/block_lists.py`). The host reads nothing of the layout.
 """
 
 from torch_paged_attn.backends.triton.flash_varlen import AttentionOp

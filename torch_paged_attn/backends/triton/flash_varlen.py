@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import BACKEND, kernels, unpacked
-from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
-from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import mla, support
-from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
-from torch_paged_attn.backends.triton.hopper.tiles import are_few_stretches
-from torch_paged_attn.backends.triton.portable.attention import plan_attention
+from torch_paged_attn.backends.triton import BACKEND
+from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.forward import plan as flash_varlen_sm90
+from torch_paged_attn.backends.triton.hopper.forward.choices import FORM, Form
+from torch_paged_attn.backends.triton.hopper.forward.tiles import are_few_stretches
+from torch_paged_attn.backends.triton.hopper.mla import plan as mla
+from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.triton import BACKEND
-from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
-from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
-from torch_paged_attn.backends.triton.portable.backward import lacks_room, plan_backward
+from torch_paged_attn.backends.triton.hopper.backward import plan as backward_sm90
+from torch_paged_attn.backends.triton.portable.backward.plan import lacks_room, plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
 from torch_paged_attn.ops import paths

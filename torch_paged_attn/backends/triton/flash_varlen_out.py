@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import BACKEND
-from torch_paged_attn.backends.triton.contiguous import after_copies
 from torch_paged_attn.backends.triton.flash_varlen import AttentionOp
 from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation

@@ -10,12 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton import quantize_rows
-from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
-from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
-from torch_paged_attn.backends.triton.written_slots import (
+from torch_paged_attn.backends.triton.cache_write import quantize_rows
+from torch_paged_attn.backends.triton.cache_write.written_slots import (
     FEW_TOKENS,
     WIDTHS,
     claims_of,
@@ -23,6 +19,10 @@ from torch_paged_attn.backends.triton.written_slots import (
     width_of,
     writes_of,
 )
+from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, encode, stored_format
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)

@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
-from torch_paged_attn.backends.triton.dequant import as_stored
-from torch_paged_attn.backends.triton.hopper import index_scores as hopper
-from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.index_scores import (
+from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.hopper.selected import index_scores as hopper
+from torch_paged_attn.backends.triton.portable.forward.tiles import key_bound
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.arguments import SelectedConfig
+from torch_paged_attn.backends.triton.portable.selected.index_scores import (
     _index_scores_kernel,
     _pool_units_kernel,
 )
-from torch_paged_attn.backends.triton.portable.selected import SelectedConfig
-from torch_paged_attn.backends.triton.portable.selected_keys import SelectedPointers
-from torch_paged_attn.backends.triton.portable.tiles import key_bound
-from torch_paged_attn.backends.triton.portable.top_units import TopPointers, _top_units_kernel
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
+from torch_paged_attn.backends.triton.portable.selected.top_units import (
+    TopPointers,
+    _top_units_kernel,
+)
 from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
 from torch_paged_attn.backends.triton import BACKEND
-from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
-from torch_paged_attn.backends.triton.dequant import as_stored
-from torch_paged_attn.backends.triton.hopper import selected as hopper
-from torch_paged_attn.backends.triton.hopper import selected_units
-from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.selected_kernel import (
+from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.hopper.selected import plan as hopper
+from torch_paged_attn.backends.triton.hopper.units import plan as selected_units
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.kernel import (
     _merge_selected_kernel,
     _selected_fwd_kernel,
 )
-from torch_paged_attn.backends.triton.portable.selected_keys import SelectedPointers
-from torch_paged_attn.backends.triton.portable.selected_latents import _selected_latents_kernel
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
+from torch_paged_attn.backends.triton.portable.selected.latents import _selected_latents_kernel
+from torch_paged_attn.backends.triton.portable.selected.unit_lists import make_unit_lists
 from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.unit_lists import make_unit_lists
 from torch_paged_attn.ops.selected_checks import check_selected
 
 NAMES = tensor_names("selected_attention")

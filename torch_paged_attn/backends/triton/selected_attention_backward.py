@@ -5,16 +5,16 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.backends.triton import BACKEND
-from torch_paged_attn.backends.triton.dequant import as_stored
-from torch_paged_attn.backends.triton.inverse_lists import InverseLists
-from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.selected_backward_kernels import (
+from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.common.inverse_lists import InverseLists
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
     GradientStrides,
     SelectedGradients,
     _selected_dkdv_kernel,
     _selected_dq_kernel,
 )
-from torch_paged_attn.backends.triton.portable.selected_parts import add_parts, leaves_parts
+from torch_paged_attn.backends.triton.portable.selected.parts import add_parts, leaves_parts
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backward_call import BackwardCall

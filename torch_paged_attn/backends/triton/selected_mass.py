@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.selected_keys import (
+from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
     find_token,
@@ -21,7 +22,6 @@ from torch_paged_attn.backends.triton.portable.selected_keys import (
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
-from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.ops.selected_mass import check_call
 from torch_paged_attn.selection_calls import MassCall
 

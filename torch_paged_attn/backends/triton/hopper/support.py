@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
-from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
-from torch_paged_attn.backends.triton.page_sizes import has_rows
+from torch_paged_attn.backends.triton.common.page_sizes import has_rows
+from torch_paged_attn.backends.triton.hopper.schedule.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of

@@ -116,11 +116,11 @@ class HopperBackwardConfig:
     - IS_SPLIT: the fixed tile has 64 rows, which the consumers share; each computes half of the
       columns of the results. P and dS go through shared memory then, in DS_STAGES tiles
     - IN_PLACE: dQ is stored from the shared memory of the queries
-    - DQ_SUMS: in one pass, how dQ is added up (`hopper/sums.py`); 0 otherwise
+    - DQ_SUMS: in one pass, how dQ is added up (`hopper/backward/sums.py`); 0 otherwise
     - DS_STAGES: in one pass, tiles of dS in shared memory
     - SLOTS: in one pass, tiles of parts of dQ in shared memory
     - AT_ONCE: P and dS of a tile stay in registers until the next tile's scores are issued, so that
-      all products run together (`hopper/backward_keys.py`); not in one pass
+      all products run together (`hopper/backward/dkdv.py`); not in one pass
     """
 
     CONSUMERS: int = 2

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_paged_attn.backends.triton.page_sizes import COMPILED
+from torch_paged_attn.backends.triton.common.page_sizes import COMPILED
 
 TABLES = Path(__file__).parent / "tables"
 

@@ -1,0 +1,1 @@
+"""The kernels that write new tokens into a cache."""

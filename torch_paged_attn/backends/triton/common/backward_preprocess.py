@@ -1,0 +1,206 @@
+"""The backward's statistics of each row: `softmax_lse`, and
+
+    D = rowsum(dout * out) - dlse
+
+They are float32 `(num_heads, tiles, 2, STATISTICS_ROWS)`. Token t of sequence b is in tile
+`cu_seqlens_q[b] // STATISTICS_ROWS + b + t // STATISTICS_ROWS` (numbered as in `seqlen_info.py`),
+where [0] is its lse, in base two unless the plan is `natural`, and [1] its D. Rows that do not
+exist or see no key have lse +inf and D 0, so that their probabilities are 0 without a branch. Every
+element is written.
+
+A sink acts as a key whose value is 0, so its gradient is that of a logit: -sum of P D over the rows
+of its head. Each program writes its part of that sum, and the parts are added in order.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, stored_format
+from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, num_tiles, query_span
+from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backward_call import BackwardCall
+
+# rows of a tile of statistics
+STATISTICS_ROWS = 64
+
+# elements of a row that a program loads at a time
+MOST_COLUMNS = 64
+
+
+class StatisticsPointers(NamedTuple):
+    """The kernel's inputs, and its two results."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    cu_seqlens_q: Tensor
+    sinks: Tensor | None
+    statistics: Tensor
+    sink_parts: Tensor | None
+
+
+class StatisticsStrides(NamedTuple):
+    """Strides in elements, except those that change from call to call."""
+
+    dout_token: int
+    dout_head: int
+    out_token: int
+    out_head: int
+    dlse_token: int | None
+    lse_token: int
+
+
+@triton.jit
+def statistics_of(statistics_ptr, head, first_tile, sizes):
+    """A pointer to a sequence's statistics of a head, whose first tile is `first_tile`."""
+    tiles = sizes.total_q // 64 + sizes.batch + 1
+    return statistics_ptr + (head.to(tl.int64) * tiles + first_tile) * 128
+
+
+@triton.jit
+def load_statistics(sequence_ptr, token, exists):
+    """lse and D of a sequence's tokens."""
+    at = token // 64 * 128 + token % 64
+    lse = tl.load(sequence_ptr + at, mask=exists, other=float("inf"))
+    return lse, tl.load(sequence_ptr + 64 + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def load_statistics_of_tile(
+    sequence_ptr, first_token, TOKENS: tl.constexpr, IS_DELTA: tl.constexpr
+):
+    """lse, or D, of TOKENS consecutive tokens: at most 64, starting at a multiple of TOKENS."""
+    at = first_token // 64 * 128 + first_token % 64 + (64 if IS_DELTA else 0)
+    return tl.load(sequence_ptr + at + tl.arange(0, TOKENS))
+
+
+@triton.jit(do_not_specialize=("dlse_head", "lse_head", "total_q", "batch"))
+def _statistics_kernel(
+    pointers,
+    strides,
+    dlse_head,
+    lse_head,
+    total_q,
+    batch,
+    HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_NATURAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """A program computes a tile of a head."""
+    gdc_wait(IS_DEPENDENT)
+    number, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, place = find_tile(number, pointers.cu_seqlens_q, batch, ROWS, 1)
+    start, stop = query_span(b, pointers.cu_seqlens_q, batch, total_q)
+    r = tl.arange(0, ROWS)
+    row = (start + place * ROWS + r).to(tl.int64)
+    # padding rows, which count as the last sequence, are not read
+    exists = (row >= 0) & (row < tl.minimum(stop, total_q)) & (b < batch)
+    lse = tl.load(
+        pointers.lse + head * lse_head + row * strides.lse_token, mask=exists, other=float("-inf")
+    )
+    has_seen = lse != float("-inf")
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    dout_rows = pointers.dout + row * strides.dout_token + head * strides.dout_head
+    out_rows = pointers.out + row * strides.out_token + head * strides.out_head
+    for d0 in tl.static_range(0, HEAD_DIM_V, WIDTH):
+        dims = d0 + tl.arange(0, WIDTH)
+        inside = (exists & has_seen)[:, None] & (dims < HEAD_DIM_V)[None, :]
+        dout = tl.load(dout_rows[:, None] + dims[None, :], mask=inside, other=0)
+        out = tl.load(out_rows[:, None] + dims[None, :], mask=inside, other=0)
+        out = decode(out, FORMAT, tl.float32)
+        # a row that sees only a sink has out 0, and its dout may be NaN
+        total += tl.where(out == 0.0, 0.0, decode(dout, FORMAT, tl.float32) * out)
+    delta = tl.sum(total, 1)
+    if pointers.dlse is not None:
+        dlse_rows = pointers.dlse + head * dlse_head + row * strides.dlse_token
+        delta -= tl.load(dlse_rows, mask=exists, other=0.0)
+    delta = tl.where(has_seen, delta, 0.0)
+    if pointers.sinks is not None:
+        # NaN if both are -inf, which has_seen excludes
+        share = tl.exp2((tl.load(pointers.sinks + head) - lse) * LOG2E)
+        part = tl.sum(tl.where(has_seen, share * delta, 0.0), 0)
+        tl.store(pointers.sink_parts + head * tl.num_programs(0) + number, part)
+    lse = tl.where(has_seen, lse if IS_NATURAL else lse * LOG2E, float("inf"))
+    tile = pointers.statistics + (head * tl.num_programs(0) + number) * (2 * ROWS)
+    tl.store(tile + r, lse)
+    tl.store(tile + ROWS + r, delta)
+
+
+def plan_statistics(
+    call: BackwardCall, *, natural: bool = False
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A function that computes the statistics of calls like this one, from dout, dlse, out,
+    softmax_lse, cu_seqlens_q and sinks. It returns the statistics, and the parts of each sink's
+    negative gradient, `(num_heads, tiles)`; None if that is not wanted.
+
+    natural: whether lse is in base e
+    """
+    forward, device = call.forward, call.dout.device
+    target = target_of(device)
+    tiles = num_tiles(forward.total_q, forward.batch, STATISTICS_ROWS, 1)
+    has_parts = forward.sinks is not None and call.output_mask[4]
+    shape = (forward.num_heads, tiles, 2, STATISTICS_ROWS)
+    new_statistics = Allocation(shape, torch.float32, device)
+    new_parts = Allocation(shape[:2], torch.float32, device)
+    dout, dlse = call.dout, call.dlse
+    launch = Launch(
+        _statistics_kernel,
+        (tiles, forward.num_heads),
+        strides=StatisticsStrides(
+            dout_token=dout.stride(0),
+            dout_head=dout.stride(1),
+            out_token=call.out.stride(0),
+            out_head=call.out.stride(1),
+            dlse_token=None if dlse is None else dlse.stride(1),
+            lse_token=call.softmax_lse.stride(1),
+        ),
+        dlse_head=None if dlse is None else dlse.stride(0),
+        lse_head=call.softmax_lse.stride(0),
+        total_q=forward.total_q,
+        batch=forward.batch,
+        HEAD_DIM_V=forward.head_dim_v,
+        WIDTH=min(MOST_COLUMNS, next_power_of_2(forward.head_dim_v)),
+        FORMAT=stored_format(dout.dtype, target),
+        IS_NATURAL=natural,
+        ROWS=STATISTICS_ROWS,
+        **dependent_launch(target.overlaps_launches),
+    )
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        statistics = new_statistics()
+        parts = new_parts() if has_parts else None
+        launch(
+            StatisticsPointers(
+                dout=as_stored(dout, target)[0],
+                dlse=dlse,
+                out=as_stored(out, target)[0],
+                lse=lse,
+                cu_seqlens_q=cu_seqlens_q,
+                sinks=sinks if has_parts else None,
+                statistics=statistics,
+                sink_parts=parts,
+            )
+        )
+        return statistics, parts
+
+    return run

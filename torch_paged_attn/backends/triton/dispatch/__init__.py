@@ -1,0 +1,1 @@
+"""Which kernel runs a call, with which form and tiles."""

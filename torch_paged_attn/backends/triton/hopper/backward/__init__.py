@@ -1,0 +1,1 @@
+"""The backward of attention for Hopper."""

@@ -1,0 +1,390 @@
+"""`flash_varlen_backward` on Hopper, with the tensor memory accelerator and warpgroup products.
+
+The tile that a program works on *stays* in shared memory; tiles of the other side *pass by*, one
+after the other. A deterministic call, the default, takes two kernels: in one, tiles of keys stay
+and give dK and dV; in the other, tiles of queries stay and give dQ. No number is added up by two
+programs. Other calls may take *one pass*: a kernel for all three, which needs five products instead
+of seven for a pair of tiles, and adds parts of dQ to float32 sums in memory, in any order.
+
+`unsupported` says what these kernels leave to the portable ones.
+"""
+
+import dataclasses
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.backward_preprocess import (
+    STATISTICS_ROWS,
+    plan_statistics,
+)
+from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.hopper.backward.arguments import (
+    BackwardOptions,
+    BackwardPointers,
+    BackwardScalars,
+)
+from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import (
+    UNCUT,
+    Lengths,
+    TileOptions,
+    most_tiles,
+    plan_tile_list,
+)
+from torch_paged_attn.backends.triton.hopper.support import (
+    OF_LISTS,
+    columns_of,
+    is_bound,
+    is_misaligned,
+    width_of,
+)
+from torch_paged_attn.backends.triton.hopper.support import unsupported as forward_unsupported
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.tuning.hopper import (
+    HopperBackwardConfig,
+    choose_keys_config,
+    choose_one_pass_config,
+    choose_queries_config,
+)
+from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.lacking import lacking
+
+if TYPE_CHECKING:
+    from torch_paged_attn.backends.triton.hopper.common.tma import Boxes
+
+# rows of the tile that stays, of one consumer: the height of a warpgroup's product
+STAY = 64
+
+# how one pass adds up dQ: the numbers of `sums.py`
+NONE, BY_BOX, BY_LANE = 0, 1, 2
+
+# the sums that a consumer adds lie in boxes with rows of 128 bytes, which are no rows of dQ
+ROW_OF_SUMS = 32
+
+# tensors that a plan takes of a call
+TAKEN = (
+    "dout", "dlse", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k",
+    "seqused_k", "alibi_slopes", "sinks",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Configs:
+    """Tiles of the kernels of a call."""
+
+    keys: HopperBackwardConfig
+    queries: HopperBackwardConfig | None  # None in one pass
+
+
+def unsupported(call: BackwardCall) -> str | None:
+    """Why a call cannot take these kernels; None if it can."""
+    forward = call.forward
+    if (reason := forward_unsupported(forward)) is not None:
+        return reason
+    if (lacked := lacking(forward, OF_LISTS)) is not None:
+        return f"it has no {lacked}"
+    if forward.block_table is not None or forward.layout is not None:
+        return "it has no backward through pages or layouts"
+    widths = width_of(forward.head_dim), width_of(forward.head_dim_v)
+    if widths not in ((64, 64), (128, 128), (256, 256), (256, 128)):
+        return f"head_dim is {forward.head_dim}, head_dim_v {forward.head_dim_v}"
+    if forward.total_q == 0:
+        return "there are no queries"
+    return None
+
+
+def choose_configs(call: BackwardCall) -> Configs:
+    """Tiles of the kernels of a call. The only size that they depend on is the mean length."""
+    from torch_paged_attn.backends.triton.hopper.common.tma import HAS_ADD
+
+    forward = call.forward
+    width, width_v = width_of(forward.head_dim), width_of(forward.head_dim_v)
+    dq, dk, dv, *_ = call.wanted
+    mean_length = forward.total_q // max(forward.batch, 1)
+    one_pass = None
+    if not call.deterministic and dq and (dk or dv):
+        has_window = is_bound(forward.window_size_left)
+        one_pass = choose_one_pass_config(width, mean_length, has_window)
+    if one_pass is None:
+        columns = columns_of(forward.head_dim)
+        queries = choose_queries_config(width, width_v, columns, mean_length)
+        return Configs(choose_keys_config(width, width_v, columns), queries)
+    if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
+        one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
+    return Configs(one_pass, None)
+
+
+def rows_of(config: HopperBackwardConfig) -> int:
+    """Rows of the tile that stays."""
+    return STAY if config.IS_SPLIT else config.CONSUMERS * STAY
+
+
+def _is_apart(call: AttentionCall) -> bool:
+    """Whether tiles all of whose keys exist get code of their own, without a mask. A call without
+    windows needs it: there the compiler masks each tile, and branches around the mask only where
+    there is a window. At head_dim 128 the mask costs nothing."""
+    is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
+    return is_full and width_of(call.head_dim) == 64
+
+
+def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOptions:
+    """The options that a kernel is compiled for; no size and no address is among them."""
+    return BackwardOptions(
+        TILE=rows_of(config),
+        STAY=STAY,
+        WIDTH=width_of(call.head_dim),
+        WIDTH_V=width_of(call.head_dim_v),
+        COLUMNS=columns_of(call.head_dim),
+        GROUP_SIZE=call.group_size,
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
+        IS_CAUSAL=call.window_right == 0,
+        HAS_SOFTCAP=call.softcap > 0.0,
+        IS_APART=_is_apart(call),
+        **dataclasses.asdict(config),
+    )
+
+
+def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
+    """Numbers that follow from a call's description. `heads`: of the tiles that stay, num_kv_heads
+    or num_heads."""
+    slopes = call.alibi_slopes
+    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    # a kernel's scores are q . k or, with a softcap, tanh(scale * q . k / softcap): logits are
+    # these times `unit`
+    unit = call.softcap or call.scale
+    return BackwardScalars(
+        heads=heads,
+        stride_alibi_batch=alibi_strides[0],
+        stride_alibi_head=alibi_strides[1],
+        window_left=call.window_size_left if is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if is_bound(call.window_right) else 0,
+        scale_log2=unit * LOG2E.value,
+        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
+        alibi_scale=1.0 / unit,
+        scale=call.scale,
+    )
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of x's shape, without memory."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
+
+
+def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
+    """Boxes of `rows` rows of one head of x. `width`: of a head as it lies in shared memory."""
+    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+
+    return ragged_rows(x, rows, 1, width)
+
+
+class _Kernel:
+    """The launch of one of the kernels, and the function that lists its tiles.
+
+    of_keys: whether tiles of keys stay
+    is_beside: whether the kernel may start before the last one ends, whose results it does not read
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        call: AttentionCall,
+        config: HopperBackwardConfig,
+        *,
+        of_keys: bool,
+        is_beside: bool = False,
+    ) -> None:
+        self.options = options_of(call, config)
+        target, total_k = target_of(call.q.device), call.k.shape[0]
+        rows, heads = (total_k, call.num_kv_heads) if of_keys else (call.total_q, call.num_heads)
+        tile_options = TileOptions(
+            IS_PAGED=False,
+            IS_CAUSAL=call.window_right == 0,
+            IS_ALIGNED=False,
+            TOKENS=self.options.TILE,
+            BLOCK_N=config.PASS,
+            OF_KEYS=of_keys,
+            **UNCUT,
+        )
+        self.list_tiles = plan_tile_list(
+            call.batch, call.total_q, total_k, tile_options, call.q.device
+        )
+        units = most_tiles(rows, call.batch, self.options.TILE, False) * heads
+        self.launch = Launch(
+            kernel,
+            (min(units, target.multiprocessors),),
+            batch=call.batch,
+            statistics_tiles=_statistics_tiles(call),
+            scalars=scalars_of(call, heads),
+            OPTIONS=self.options,
+            num_warps=4,
+            **({"launch_pdl": True} if is_beside else {}),
+        )
+
+
+def _statistics_tiles(call: AttentionCall) -> int:
+    return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
+
+
+class _KeysKernel(_Kernel):
+    """The kernel of dK and dV, and in one pass of the sums of dQ."""
+
+    def __init__(self, call: BackwardCall, config: HopperBackwardConfig) -> None:
+        from torch_paged_attn.backends.triton.hopper.backward.kernel import (
+            _hopper_backward_keys_kernel,
+        )
+        from torch_paged_attn.backends.triton.hopper.common.tma import plain_rows
+
+        forward, passing = call.forward, config.PASS
+        super().__init__(_hopper_backward_keys_kernel, forward, config, of_keys=True)
+        tile, width, width_v = self.options.TILE, self.options.WIDTH, self.options.WIDTH_V
+        dk_like, dv_like = _like(forward.k), _like(forward.v)
+        self.inputs = (
+            _rows(forward.q, passing, width),
+            _rows(call.dout, passing, width_v),
+            _rows(forward.k, tile, width),
+            _rows(forward.v, tile, width_v),
+            plain_rows(torch.float32, 2 * STATISTICS_ROWS),
+        )
+        self.results = _rows(dk_like, tile, width), _rows(dv_like, tile, width_v)
+        self.sums = None
+        if config.DQ_SUMS == BY_BOX:
+            rows = passing * width // config.CONSUMERS // ROW_OF_SUMS
+            self.sums = plain_rows(torch.float32, ROW_OF_SUMS, rows)
+
+    def start(
+        self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers
+    ) -> None:
+        """Launch the kernel. `inputs`: q, dout, k, v and the statistics; `results`: dk, dv."""
+        self.launch(
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.inputs, inputs, strict=True)),
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.results, results, strict=True)),
+            None if self.sums is None else self.sums.at(pointers.dq_sums.data_ptr()),
+            pointers,
+        )
+
+
+class _QueriesKernel(_Kernel):
+    """The kernel of dQ."""
+
+    def __init__(
+        self, call: BackwardCall, config: HopperBackwardConfig, *, is_beside: bool
+    ) -> None:
+        from torch_paged_attn.backends.triton.hopper.backward.kernel import (
+            _hopper_backward_queries_kernel,
+        )
+
+        forward, passing = call.forward, config.PASS
+        super().__init__(
+            _hopper_backward_queries_kernel, forward, config, of_keys=False, is_beside=is_beside
+        )
+        width, width_v = self.options.WIDTH, self.options.WIDTH_V
+        self.boxes = (
+            _rows(forward.q, STAY, width),
+            _rows(call.dout, STAY, width_v),
+            _rows(forward.k, passing, width),
+            _rows(forward.v, passing, width_v),
+            _rows(_like(forward.q), STAY, width),
+        )
+
+    def start(self, tensors: tuple[Tensor, ...], pointers: BackwardPointers) -> None:
+        """Launch the kernel. `tensors` are q, dout, k, v and dq."""
+        self.launch(
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.boxes, tensors, strict=True)),
+            pointers,
+        )
+
+
+def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
+    """Memory for the sums of dQ, and a launch that computes dq from them. It is called with sums,
+    dq and cu_seqlens_q."""
+    from torch_paged_attn.backends.triton.hopper.backward.finish_sums import _finish_sums_kernel
+
+    device, width = call.q.device, width_of(call.head_dim)
+    tiles = _statistics_tiles(call)
+    finish = Launch(
+        _finish_sums_kernel,
+        (2 * tiles, call.num_heads),
+        batch=call.batch,
+        total_q=call.total_q,
+        scale=call.scale,
+        HEAD_DIM=call.head_dim,
+        ROWS=STATISTICS_ROWS,
+        COLUMNS=width // 2,
+        num_warps=4,
+    )
+    new_sums = Allocation((call.num_heads, tiles, STATISTICS_ROWS * width), torch.float32, device)
+    return new_sums, finish
+
+
+def _must_copy(dout: Tensor) -> bool:
+    """Whether the accelerator cannot address dout: it may be expanded, or have any strides."""
+    return dout.stride(-1) != 1 or is_misaligned(dout, dout.dim() - 1)
+
+
+def _copy(dout: Tensor) -> Tensor:
+    return dout.clone(memory_format=torch.contiguous_format)
+
+
+def differentiate(call: BackwardCall, configs: Configs | None = None) -> tuple[Tensor, ...]:
+    """Plan a call for which `unsupported` has no reason, and launch the kernels."""
+    given = tuple(x for x in call.tensors().values() if x is not None)
+    return plan_backward(call, configs)(given, None)
+
+
+def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
+    if must_copy := _must_copy(call.dout):
+        call = dataclasses.replace(call, dout=_copy(call.dout))
+    forward = call.forward
+    configs = configs or choose_configs(call)
+    wants_dq, wants_dk, wants_dv, _, wants_dsinks = call.wanted
+    is_one_pass = configs.keys.DQ_SUMS != NONE
+    new_results = [Allocation.like(x) for x in call.new_results()]
+    # a kernel writes all of its results, those that are not wanted to memory that nobody reads
+    spare = [Allocation(x.shape, x.dtype, x.device) for x in (forward.q, forward.k, forward.v)]
+    statistics_of = plan_statistics(call)
+    keys = queries = None
+    if wants_dk or wants_dv or is_one_pass:
+        keys = _KeysKernel(call, configs.keys)
+    if wants_dq and configs.queries is not None:
+        queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
+    new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
+    # a tensor that is not given is the None that `run` puts behind the given ones
+    names = [name for name, x in call.tensors().items() if x is not None]
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in TAKEN))
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
+        dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick((*tensors, None))
+        if must_copy:
+            dout = _copy(dout)
+        cu_seqlens_q = lengths[0]
+        statistics, sink_parts = statistics_of(dout, dlse, out, lse, cu_seqlens_q, sinks)
+        made = [new() for new in new_results]
+        if wants_dsinks and sink_parts is not None:
+            made[4] = sink_parts.sum(1).neg_()
+        dq = made[0] if wants_dq else spare[0]()
+        lists = [x and x.list_tiles(Lengths(*lengths)) for x in (keys, queries)]
+        sums = None
+        if new_sums is not None:
+            sums = new_sums()
+            sums.zero_()
+        pointers = BackwardPointers(cu_seqlens_q, lists[0], statistics, sums, slopes)
+        if keys is not None:
+            dk = made[1] if wants_dk else spare[1]()
+            dv = made[2] if wants_dv else spare[2]()
+            keys.start((q, dout, k, v, statistics), (dk, dv), pointers)
+        if queries is not None:
+            queries.start((q, dout, k, v, dq), pointers._replace(tile_list=lists[1]))
+        if finish is not None:
+            finish(sums, dq, cu_seqlens_q)
+        return tuple(made)
+
+    return run

@@ -1,0 +1,1 @@
+"""What several of Hopper's kernels are made of."""

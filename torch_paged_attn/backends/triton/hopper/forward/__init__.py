@@ -1,0 +1,1 @@
+"""Attention for Hopper: `flash_varlen` and `blocksparse`."""

@@ -1,0 +1,227 @@
+"""Two consumers with the same rows, each with every other tile of keys: where all queries of a
+sequence fit in 64 rows, a tile of keys is a chain of products and exponentials, and two chains run
+beside each other. One consumer leaves its sums in shared memory; the other adds them to its own,
+and writes the result.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from torch_paged_attn.backends.triton.hopper.common.results import (
+    of_heads,
+    place_of_result,
+    store_result,
+)
+from torch_paged_attn.backends.triton.hopper.common.scores import ask_for_scores, finish_scores
+from torch_paged_attn.backends.triton.hopper.common.softmax import (
+    partial_sum,
+    rescale,
+    scale_rows,
+    update_softmax,
+)
+from torch_paged_attn.backends.triton.hopper.common.tma import as_matrix, is_in_atoms
+from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
+from torch_paged_attn.backends.triton.hopper.forward.consumer import (
+    clear_before,
+    clear_from,
+    leave_result,
+    read_rows,
+)
+from torch_paged_attn.backends.triton.hopper.schedule.pieces import finite
+
+# consumers of the same rows
+SHARING = gl.constexpr(2)
+
+
+@aggregate
+class Halves:
+    """What the second consumer leaves of a tile: weighted sums of values, float32, and by row
+    references in base two and sums of weights."""
+
+    sums: gl.shared_memory_descriptor
+    references: gl.shared_memory_descriptor
+    totals: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, sums, references, totals, full, empty):
+        self.sums = sums
+        self.references = references
+        self.totals = totals
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def acquire(self, tile):
+        """Wait until what was left of the tile before has been taken."""
+        mbarrier.wait(self.empty.index(0), (tile & 1) ^ 1)
+
+    @gluon.jit
+    def commit(self, m_i, total):
+        """Leave references and sums of weights, beside sums of values that were left before."""
+        self.references.store(m_i)
+        self.totals.store(total)
+        thread_barrier()
+        mbarrier.arrive(self.full.index(0), count=1)
+
+    @gluon.jit
+    def joined(self, tile, acc, m_i, total):
+        """Sums, references and sums of weights of all keys, from those of a half."""
+        by_row: gl.constexpr = m_i.type.layout
+        mbarrier.wait(self.full.index(0), tile & 1)
+        m_left, total_left = self.references.load(by_row), self.totals.load(by_row)
+        left = self.sums.load(acc.type.layout)
+        thread_barrier()
+        mbarrier.arrive(self.empty.index(0), count=1)
+        m_all = gl.maximum(m_i, m_left)
+        shift = finite(m_all)
+        own, other = gl.exp2(m_i - shift), gl.exp2(m_left - shift)
+        # where nothing was left, the memory may hold anything
+        is_left = gl.expand_dims(
+            gl.convert_layout(m_left > -float("inf"), gl.SliceLayout(1, acc.type.layout)), 1
+        )
+        acc = scale_rows(acc, own) + scale_rows(gl.where(is_left, left, 0.0), other)
+        return acc, m_all, total * own + total_left * other
+
+
+@gluon.jit
+def new_halves(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Room for one tile's."""
+    # eight rows of a product's layout lie in banks of their own
+    of_sums: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sums = gl.allocate_shared_memory(gl.float32, [ROWS, WIDTH], of_sums)
+    references = gl.allocate_shared_memory(gl.float32, [ROWS], of_rows)
+    totals = gl.allocate_shared_memory(gl.float32, [ROWS], of_rows)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(empty.index(0), count=1)
+    return Halves(sums, references, totals, full, empty)
+
+
+@gluon.jit
+def consume_split(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """The rows of every tile of queries, and every other tile of keys, from the last one or the one
+    before it on."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    queries, work_info, halves = pipelines.q, pipelines.work_info, pipelines.halves
+    r = gl.arange(0, OPTIONS.BLOCK_M, score_rows)
+    first_fill = 0
+    tile = 0
+    queries.consumer_wait(0)
+    num_kv_tiles = work_info.get(0, WORD.NUM_KV_TILES)
+    while num_kv_tiles > 0:
+        rows = read_rows(r, params, pipelines, tile, OPTIONS, 0)
+        if INDEX == 0:
+            acc, m_i, total = _sum_values(
+                rows, first_fill, num_kv_tiles, tile, params, pipelines, OPTIONS, INDEX
+            )
+            sums = halves.joined(tile, acc, m_i, total)
+            token = rows.position - rows.context_len
+            at = (r, token, of_heads(token < rows.stop_token, r, OPTIONS), rows.is_sequence)
+            place = place_of_result(rows.box, params.out_desc)
+            stop_token = leave_result(sums, place, at, rows, params, pipelines, tile, OPTIONS, 0)
+            if OPTIONS.FLOAT32_COLUMNS == 0:
+                store_result(rows.box, rows, stop_token, params, OPTIONS)
+            if queries.STAGES == 1:
+                tma.store_wait(0)
+                queries.consumer_release(tile)
+        else:
+            halves.acquire(tile)
+            if num_kv_tiles > INDEX:
+                acc, m_i, total = _sum_values(
+                    rows, first_fill, num_kv_tiles, tile, params, pipelines, OPTIONS, INDEX
+                )
+                halves.sums.store(acc)
+                halves.commit(m_i, total)
+            else:
+                none = gl.full([OPTIONS.BLOCK_M], -float("inf"), gl.float32, score_rows)
+                halves.commit(none, gl.zeros_like(none))
+            queries.consumer_release(tile)
+        first_fill += num_kv_tiles
+        tile += 1
+        queries.consumer_wait(tile)
+        num_kv_tiles = work_info.get(tile, WORD.NUM_KV_TILES)
+    if INDEX == 0:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _sum_values(
+    rows, first_fill, num_kv_tiles, tile, params, pipelines, OPTIONS: gl.constexpr,
+    INDEX: gl.constexpr,
+):  # fmt: skip
+    """Weighted sums of values, references and sums of weights of this consumer's tiles of keys, of
+    which there is at least one. The loop is that of `consumer.consume`."""
+    BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    queries, keys, values = pipelines.q, pipelines.k, pipelines.v
+    dtype: gl.constexpr = values.tiles.dtype
+    scale_log2 = params.scalars.scale_log2
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    q = rows.box.reshape([BLOCK_M, OPTIONS.WIDTH])
+    n = first_fill + INDEX
+    kv_start = rows.kv_start - INDEX * OPTIONS.KV_STEP
+    m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
+    l_i = partial_sum(zeros)
+    acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
+    keys.consumer_wait_for(n, OPTIONS.GATHERS)
+    k = as_matrix(keys.tile(n), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
+    s = ask_for_scores(q, k, zeros, OPTIONS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    keys.consumer_release(n)
+    if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
+        clear_from(values.tile(n), rows.key_len - kv_start)
+    if INDEX == 0 and queries.STAGES > 1 and tile > 0:
+        # the last tile's result has left shared memory long since
+        tma.store_wait(0)
+        queries.consumer_release(tile - 1)
+    s = finish_scores(s, (kv_start,), rows, params, OPTIONS, True)
+    p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, True)
+    p = gl.convert_layout(p.to(dtype), operand)
+
+    for _ in range(SHARING + INDEX, num_kv_tiles, SHARING):
+        kv_start -= SHARING * OPTIONS.KV_STEP
+        keys.consumer_wait_for(n + SHARING, OPTIONS.GATHERS)
+        k = as_matrix(keys.tile(n + SHARING), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
+        s = ask_for_scores(q, k, zeros, OPTIONS)
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
+        v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
+        # the tensor cores are busy with the scores meanwhile
+        acc = rescale(acc, shrink)
+        pending = warpgroup_mma(p, v, acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        keys.consumer_release(n + SHARING)
+        s = finish_scores(s, (kv_start,), rows, params, OPTIONS, False)
+        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, True)
+        acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+        values.consumer_release(n)
+        p = gl.convert_layout(p.to(dtype), operand)
+        n += SHARING
+
+    values.consumer_wait_for(n, OPTIONS.GATHERS)
+    v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
+    if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
+        clear_before(v, rows.first_key - kv_start)
+    acc = scale_rows(acc, shrink)
+    pending = warpgroup_mma(p, v, acc, is_async=True)
+    total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    acc = warpgroup_mma_wait(0, deps=[pending])
+    values.consumer_release(n)
+    return acc, m_i, total

@@ -1,0 +1,58 @@
+"""Latent attention (MLA) on Hopper, in Gluon: one KV head whose values are the first 512 of the 576
+columns of its keys.
+
+One program on each multiprocessor has two consumers, which compute half of the result's columns
+each (`consumer.py`), and a producer (`producer.py`). Keys are loaded once, and serve as
+values, too.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
+from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info
+from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaParams, MlaSizes
+from torch_paged_attn.backends.triton.hopper.mla.consumer import consume_latent
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
+    LatentPipelines,
+    new_exchange,
+    new_keys,
+    new_queries,
+)
+from torch_paged_attn.backends.triton.hopper.mla.producer import produce_latent
+
+
+@gluon.jit
+def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """What partition NUMBER of a program's warps does: a consumer, the producer, or a warp that
+    does nothing and only fills up the producer's warpgroup."""
+    if NUMBER < 2:
+        consume_latent(params, pipelines, OPTIONS, NUMBER)
+    elif NUMBER == 2:
+        produce_latent(params, pipelines, OPTIONS)
+
+
+@gluon.jit(do_not_specialize=MlaSizes._fields)
+def _hopper_mla_fwd_kernel(
+    q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers,
+    num_pages, batch, total_q, max_keys, stride_table,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `arguments.py`. Sizes come one by one: Triton compiles a
+    kernel anew for the divisors of a number in a tuple."""
+    queries = new_queries(q_desc, q_rope_desc, OPTIONS)
+    keys = new_keys(k_desc, k_rope_desc, OPTIONS)
+    pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))
+    sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
+    params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)
+    fence_async_shared()
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(2, 4),
+        registers_of(2, OPTIONS.REGISTERS),
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Latent attention (MLA) on Hopper with keys of 8 bits beside queries of 16, in Gluon.
+
+A multiprocessor has two programs with one consumer each, or one program with two
+(`consumer_8bit.py`). Each program has a producer. Keys are loaded once, and serve as values,
+too.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
+from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info
+from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaBytesParams, MlaSizes
+from torch_paged_attn.backends.triton.hopper.mla.consumer_8bit import consume_bytes
+from torch_paged_attn.backends.triton.hopper.mla.producer_8bit import produce_bytes
+from torch_paged_attn.backends.triton.hopper.mla.stages_8bit import (
+    BytesPipelines,
+    new_shared_rows,
+    new_split_queries,
+    new_stored_keys,
+)
+
+
+@gluon.jit
+def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """What partition NUMBER of a program's warps does: a consumer, the producer, or a warp that
+    does nothing and only fills up the producer's warpgroup."""
+    if NUMBER < OPTIONS.CONSUMERS:
+        consume_bytes(params, pipelines, OPTIONS, NUMBER)
+    elif NUMBER == OPTIONS.CONSUMERS:
+        produce_bytes(params, pipelines, OPTIONS)
+
+
+@gluon.jit(do_not_specialize=MlaSizes._fields)
+def _hopper_mla_bytes_fwd_kernel(
+    k_desc, k_rope_desc, pointers,
+    num_pages, batch, total_q, max_keys, stride_table,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `arguments.py`. Sizes come one by one: Triton compiles a
+    kernel anew for the divisors of a number in a tuple."""
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    keys = new_stored_keys(k_desc, k_rope_desc, OPTIONS)
+    queries, shared = new_split_queries(OPTIONS), new_shared_rows(OPTIONS)
+    read = new_barriers(1, CONSUMERS)
+    pipelines = BytesPipelines(keys, queries, shared, new_work_info(1), read)
+    sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
+    params = MlaBytesParams(k_desc, k_rope_desc, pointers, sizes, scalars)
+    fence_async_shared()
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, programs=OPTIONS.PROGRAMS),
+    )  # fmt: skip

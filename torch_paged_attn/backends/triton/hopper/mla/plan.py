@@ -1,0 +1,222 @@
+"""`flash_varlen` on Hopper for latent attention (MLA): one KV head, whose values are the first 512
+of the 576 columns of its keys, and few queries a sequence.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.hopper.mla import plan_8bit as mla_bytes
+from torch_paged_attn.backends.triton.hopper.mla.arguments import (
+    MlaOptions,
+    MlaPointers,
+    MlaScalars,
+)
+from torch_paged_attn.backends.triton.hopper.mla.work import (
+    HEAD_DIM,
+    HEAD_DIM_V,
+    READ_BY_ADDRESS,
+    LatentLaunch,
+    combine_launch,
+    keys_of,
+    part_elements,
+    programs_of,
+    sizes_of,
+)
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    DESCALES,
+    IN_8_BITS,
+    IN_16_BITS,
+    LACKS,
+    LEAST_BOX,
+    LEAST_SCALE,
+    NOT_CARRIED,
+    OF_LISTS,
+    converts,
+    is_bound,
+    is_misaligned,
+    key_bound,
+    unsupported_device,
+)
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.ops.lacking import lacking
+
+# columns of the result that a consumer computes; columns of keys that are no values
+HALF, ROPE = 256, 64
+
+# registers of a consumer's thread
+REGISTERS = 232
+
+# boxes in which the columns of half a block of keys arrive
+COLUMN_BOXES = 4
+
+# calls for which this kernel was timed and is faster than the portable one: rows of a sequence and
+# room for its keys, at least; mean queries of a sequence, at most
+LEAST_ROWS, LEAST_KEYS, MOST_QUERIES = 16, 500, 2
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why a call cannot take this kernel; None if it can. Whether the values are columns of the
+    keys follows from addresses, so it is seen when a call is run.
+    """
+    q, k, v = call.q, call.k, call.v
+    if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (HEAD_DIM, HEAD_DIM_V, 1):
+        return "it is no latent attention"
+    if (reason := unsupported_device(q.device)) is not None:
+        return reason
+    if q.dtype not in IN_16_BITS or k.dtype not in (q.dtype, *IN_8_BITS):
+        return f"q is {q.dtype} and k is {k.dtype}"
+    if call.result_dtype != q.dtype:
+        return f"out_dtype is {call.out_dtype}"
+    if k.stride() != v.stride() or call.layout is not None:
+        return "the values do not lie as the keys do"
+    for name in (*NOT_CARRIED, *(() if converts(call) else DESCALES), "alibi_slopes", "sinks"):
+        if getattr(call, name) is not None:
+            return f"it has no {name}"
+    if call.dropout_p > 0.0 or call.softcap:
+        return "it has no dropout_p and no softcap"
+    if (lacked := lacking(call, (*LACKS, *OF_LISTS))) is not None:
+        return f"it has no {lacked}"
+    if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
+        return "it has no windows"
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+        return f"softmax_scale is {call.softmax_scale}"
+    if call.block_table is not None:
+        if call.page_size % LEAST_BOX:
+            return f"page_size is {call.page_size}, not a multiple of {LEAST_BOX}"
+        if k.stride(2) <= 0 or k.stride(0) % k.stride(2):
+            return "pages do not lie a whole number of slots apart"
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k)) or 0 in k.shape:
+        return "q or k is not aligned to 16 bytes"
+    return None
+
+
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why a call that can take this kernel should not; None if it should."""
+    if call.total_q > MOST_QUERIES * call.batch:
+        return f"sequences have more than {MOST_QUERIES} queries on average"
+    if call.total_q * call.num_heads < LEAST_ROWS * call.batch:
+        return f"sequences have fewer than {LEAST_ROWS} rows on average"
+    if key_bound(call) < LEAST_KEYS:
+        return f"a sequence has room for fewer than {LEAST_KEYS} keys"
+    return None
+
+
+def options_of(call: AttentionCall) -> MlaOptions:
+    """What the kernels are compiled for."""
+    if converts(call):
+        return mla_bytes.options_of(call)
+    packed = min(next_power_of_2(call.num_heads), BLOCK_M)
+    page_size = call.page_size
+    return MlaOptions(
+        TOKENS=BLOCK_M // packed,
+        PACKED_HEADS=packed,
+        HEAD_TILES=-(-call.num_heads // packed),
+        PAGE_SIZE=page_size,
+        # the largest power of two that divides a page
+        BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
+        IS_CAUSAL=call.window_right == 0,
+        REGISTERS=REGISTERS,
+        COLUMN_BOXES=COLUMN_BOXES,
+    )
+
+
+def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list. It runs
+    `otherwise` if the values are no columns of the keys but lie elsewhere, which the description of
+    a call does not say.
+    """
+    results = call.new_results()
+    new_out, new_lse = map(Allocation.like, results)
+    if call.total_q == 0:
+        return lambda tensors, addresses: (new_out(), new_lse())
+    start = plan_launches(call, results[0])
+    has_out = call.out is not None
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        _, k, v = addresses[:3] if addresses is not None else [x.data_ptr() for x in tensors[:3]]
+        if k != v:
+            return otherwise(tensors, addresses)
+        out, lse = tensors[-1] if has_out else new_out(), new_lse()
+        start(tensors, addresses, out, lse)
+        return out, lse
+
+    return run
+
+
+def _latent_launch(
+    call: AttentionCall, out: Tensor, options: MlaOptions, programs: int
+) -> LatentLaunch:
+    """The launch of the kernel for keys of 16 bits, for calls like this one with a result like
+    `out`."""
+    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
+
+    k = keys_of(call)
+    rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
+    widths = HALF // options.COLUMN_BOXES, ROPE
+    boxes = [
+        *(("q", ragged_rows(call.q, **rows, width=width)) for width in (HALF, ROPE)),
+        *(("k", ragged_rows(k, options.BOX_ROWS, 1, width)) for width in widths),
+        ("out", ragged_rows(out, **rows, width=HALF)),
+    ]
+    scalars = MlaScalars(
+        num_heads=call.num_heads,
+        page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
+        scale_log2=call.scale * LOG2E.value,
+    )
+    launch = Launch(
+        _hopper_mla_fwd_kernel,
+        (programs,),
+        **sizes_of(call)._asdict(),
+        scalars=scalars,
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    return LatentLaunch(launch, boxes, MlaPointers)
+
+
+def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
+    """A function that launches the kernels for calls like this one. It takes the given tensors,
+    their addresses or None, and the tensors for results: one like `out`, and its lse."""
+    options = options_of(call)
+    programs = programs_of(call, options)
+    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
+    if converts(call):
+        launch, boxes, pointers_of, more = mla_bytes.latent_launch(call, options, programs)
+    else:
+        launch, boxes, pointers_of, more = _latent_launch(call, out, options, programs)
+    combine = combine_launch(call, options, programs)
+    # behind the given tensors, `start` puts None for one that is not given, and the result
+    names = list(call.given_tensors())
+    places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
+    taken = (*READ_BY_ADDRESS, *more)
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
+    count = len(READ_BY_ADDRESS)
+
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+        parts, to = new_parts(), out.data_ptr()
+        if not (launch.is_ready and combine.is_ready) or addresses is None:
+            q, k = (x.data_ptr() for x in tensors[:2])
+            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
+            pointers = pointers_of(lse, *given[:count], parts, *given[count:])
+            launch(*(x.at(at[name]) for name, x in boxes), pointers)
+            combine(out, pointers)
+            return
+        boxes_at, given = launch.map_arguments, pick((*addresses, None, to))
+        at = {"q": addresses[0], "k": addresses[1], "out": to}
+        memory = lse.data_ptr(), *given[:count], parts.data_ptr(), *given[count:]
+        maps = [y for i, (name, x) in enumerate(boxes) for y in boxes_at(i, x, at[name])]
+        launch.start(*maps, memory)
+        combine.start(to, memory)
+
+    return start

@@ -1,0 +1,122 @@
+"""What both kernels of latent attention have in common (of keys in 16 and in 8 bits): how many
+programs share the keys, and the launch of the second kernel, which adds up the parts that they
+leave.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaOptions, MlaSizes
+from torch_paged_attn.backends.triton.hopper.support import key_bound
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.target import target_of
+
+# columns of keys; the first 512 are the values
+HEAD_DIM, HEAD_DIM_V = 576, 512
+
+# with at least so many parts of a tile, a program of the second kernel adds up 64 at a time, and
+# few columns; with more than so many rows, it takes two heads
+MANY_PARTS, MANY_ROWS = 6, 1024
+
+# one of so many groups of programs may stay idle if then the others end together
+LEAST_BUSY = 16
+
+# tensors that the kernels read by address, in the order of `MlaPointers`
+READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+
+
+class LatentLaunch(NamedTuple):
+    """The launch of one of the kernels, and what it takes: tensor maps, each with the name of the
+    tensor whose it is, and `pointers`, whose fields are lse, READ_BY_ADDRESS, the parts, and what
+    has the names `more`.
+    """
+
+    launch: Launch
+    boxes: list[tuple[str, Any]]
+    pointers: Callable[..., Any]
+    more: tuple[str, ...] = ()
+
+
+def keys_of(call: AttentionCall) -> Tensor:
+    """Keys as (rows, heads, columns), of which tensor maps are made: those of a page, if any."""
+    return call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
+
+
+def sizes_of(call: AttentionCall) -> MlaSizes:
+    """Numbers that differ from call to call."""
+    return MlaSizes(
+        num_pages=call.k.shape[0],
+        batch=call.batch,
+        total_q=call.total_q,
+        max_keys=min(key_bound(call), 2**31 - 1),
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+    )
+
+
+def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
+    """Tiles of tokens, for one tile of heads, if each sequence has the mean number of queries."""
+    queries = -(-call.total_q // max(call.batch, 1))
+    return max(call.batch * -(-queries // options.TOKENS), 1)
+
+
+def programs_of(call: AttentionCall, options: MlaOptions) -> int:
+    """Programs of the first kernel: as many as multiprocessors have room for, the same number for
+    each tile of heads. A few less, if then tiles of equal length are each done by one program, or
+    cut in parts of equal length.
+    """
+    room = target_of(call.q.device).multiprocessors * options.PROGRAMS
+    groups = max(room // options.HEAD_TILES, 1)
+    return even_groups(tiles_of(call, options), groups) * options.HEAD_TILES
+
+
+def even_groups(tiles: int, groups: int) -> int:
+    """So many groups of programs or a few less, if then tiles of equal length are each done by one
+    group, or cut in parts of equal length."""
+    even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
+    return even if even * LEAST_BUSY >= groups * (LEAST_BUSY - 1) else groups
+
+
+def shares_of_combine(
+    call: AttentionCall, options: MlaOptions, programs: int
+) -> tuple[int, int, int]:
+    """The share of one program of the second kernel: heads, parts that it adds up at a time, and
+    columns. `programs`: of the first kernel."""
+    parts = programs // options.HEAD_TILES // tiles_of(call, options)
+    return shares_of(parts, call.total_q * call.num_heads)
+
+
+def shares_of(parts: int, rows: int) -> tuple[int, int, int]:
+    """The same for so many parts of a tile, and rows of all tiles."""
+    if parts >= MANY_PARTS:
+        return 1, 64, 128
+    return (2, 2, 512) if rows > MANY_ROWS else (1, 4, 512)
+
+
+def part_elements(programs: int, options: MlaOptions) -> int:
+    """float32 numbers in the workspace for parts, two of each program: rows of values, then their
+    references and sums (`combine.py`)."""
+    return 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
+
+
+def combine_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
+    """The launch of the second kernel. It is called with `out` and the pointers of the first one,
+    which has `programs` programs."""
+    from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
+
+    heads, at_a_time, columns = shares_of_combine(call, options, programs)
+    more: dict[str, Any] = dependent_launch(target_of(call.q.device).overlaps_launches)
+    return Launch(
+        _hopper_mla_combine_kernel,
+        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
+        **sizes_of(call)._asdict(),
+        num_heads=call.num_heads,
+        programs=programs,
+        OPTIONS=options,
+        SHARES=(heads, at_a_time, columns),
+        num_warps=4,
+        **more,
+    )

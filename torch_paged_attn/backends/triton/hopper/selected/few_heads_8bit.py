@@ -1,0 +1,191 @@
+"""Lists of latents of 8 bits on Hopper for few heads, in Gluon: as `few_heads.py`, with
+latents that other warps convert to bfloat16 (`stages_8bit.py`).
+
+A scale multiplies the scores, and the weights, of its columns: no latent is multiplied by one, and
+none is rounded. So scores are products of each 128 columns, and a block has weights for each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.common.partitions import run_partitions, warps_of
+from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
+    HALF,
+    KEYS,
+    ROPE,
+    new_queries,
+    opaque_zero,
+)
+from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
+from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
+    finish_few,
+    fold_few,
+    products_layout,
+    thread_sums,
+)
+from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
+from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
+    GROUPS,
+    SCALE_STAGES,
+    SCALED,
+    convert_latents,
+    new_stored_pipelines,
+)
+
+
+@gluon.jit
+def _ask_for_scores(block, C: gl.constexpr, pipelines, zeros, OPTIONS: gl.constexpr):
+    """Scores of group C of a block's columns, not yet scaled."""
+    fill = GROUPS * block + C
+    pipelines.k.consumer_wait(fill)
+    side = C * SCALED // HALF + opaque_zero(block)
+    q = pipelines.q.halves.index(side).reshape([OPTIONS.PACKED_HEADS, HALF])
+    q = q.slice(C * SCALED % HALF, SCALED, dim=1).permute((1, 0))
+    return warpgroup_mma(pipelines.k.tile(fill), q, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(block, n, scales, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
+    """Scores of a block, which is block BLOCK of pair n."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    zeros = gl.zeros([KEYS, HEADS], gl.float32, products_layout(HEADS))
+    a = _ask_for_scores(block, 0, pipelines, zeros, OPTIONS)
+    b = _ask_for_scores(block, 1, pipelines, zeros, OPTIONS)
+    c = _ask_for_scores(block, 2, pipelines, zeros, OPTIONS)
+    d = _ask_for_scores(block, 3, pipelines, zeros, OPTIONS)
+    pipelines.ropes.consumer_wait(block)
+    fence_async_shared()  # products read in another way what threads have copied
+    q = pipelines.q.rope.index(0).reshape([HEADS, ROPE]).permute((1, 0))
+    s = warpgroup_mma(pipelines.ropes.tile(block), q, zeros, use_acc=False, is_async=True)
+    a, b, c, d, s = warpgroup_mma_wait(0, deps=[a, b, c, d, s])
+    s += a * _scale(scales, 0, OPTIONS) + b * _scale(scales, 1, OPTIONS)
+    s += c * _scale(scales, 2, OPTIONS) + d * _scale(scales, 3, OPTIONS)
+    s = pipelines.seen.hide(s, n, BLOCK, 1)
+    pipelines.ropes.consumer_release(block)
+    return s
+
+
+@gluon.jit
+def _scale(scales, C: gl.constexpr, OPTIONS: gl.constexpr):
+    """Scales of group C of a block's keys, (KEYS, 1)."""
+    return scales.slice(C, 1, dim=1).load(products_layout(OPTIONS.PACKED_HEADS))
+
+
+@gluon.jit
+def _fold_block(
+    n, m_i, l_i, values, params, pipelines, weights, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
+):
+    """Fold block BLOCK of pair n into the heads' references, partial sums of weights, and sums of
+    values of each group of columns."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    keys = pipelines.k
+    result: gl.constexpr = values[0].type.layout
+    block = 2 * n + BLOCK
+    scales = pipelines.scales.index(block % SCALE_STAGES)
+    s = _scores(block, n, scales, pipelines, OPTIONS, BLOCK)
+    p, m_i, l_i, shrink = fold_few(s, m_i, l_i, params)
+    for i in gl.static_range(GROUPS):
+        x = (p * _scale(scales, i, OPTIONS)).to(weights.dtype)
+        weights.slice(i * HEADS, HEADS).store(gl.permute(x, (1, 0)))
+    fence_async_shared()
+    thread_barrier()
+    gain = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(0, result)), 0)
+    a = _add_values(values[0] * gain, block, 0, keys, weights, OPTIONS)
+    b = _add_values(values[1] * gain, block, 1, keys, weights, OPTIONS)
+    c = _add_values(values[2] * gain, block, 2, keys, weights, OPTIONS)
+    d = _add_values(values[3] * gain, block, 3, keys, weights, OPTIONS)
+    for i in gl.static_range(GROUPS):
+        a, b, c, d = warpgroup_mma_wait(GROUPS - 1 - i, deps=[a, b, c, d])
+        keys.consumer_release(GROUPS * block + i)
+    return m_i, l_i, (a, b, c, d)
+
+
+@gluon.jit
+def _add_values(acc, block, C: gl.constexpr, keys, weights, OPTIONS: gl.constexpr):
+    """Ask for the products of group C of a block's values and its weights."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    v = keys.tile(GROUPS * block + C).permute((1, 0))
+    p = weights.slice(C * HEADS, HEADS).permute((1, 0))
+    return warpgroup_mma(v, p, acc, is_async=True)
+
+
+@gluon.jit
+def _consume(params, pipelines, weights, OPTIONS: gl.constexpr):
+    """Compute every tile of queries."""
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    layout: gl.constexpr = products_layout(HEADS)
+    by_head: gl.constexpr = gl.SliceLayout(0, layout)
+    work_info = pipelines.work_info
+    n = 0
+    tile = 0
+    pipelines.q.wait(0)
+    pairs = work_info.get(0, WORD.NUM_KV_TILES)
+    while pairs > 0:
+        m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
+        l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
+        zeros = gl.zeros([SCALED, HEADS], gl.float32, layout)
+        values = (zeros, zeros, zeros, zeros)
+        for _ in range(pairs):
+            m_i, l_i, values = _fold_block(
+                n, m_i, l_i, values, params, pipelines, weights, OPTIONS, 0
+            )
+            m_i, l_i, values = _fold_block(
+                n, m_i, l_i, values, params, pipelines, weights, OPTIONS, 1
+            )
+            n += 1
+        pipelines.q.release()
+        finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS)
+        tile += 1
+        pipelines.q.wait(tile)
+        pairs = work_info.get(tile, WORD.NUM_KV_TILES)
+
+
+@gluon.jit
+def _run_partition(params, pipelines, weights, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """What partition NUMBER of a program's warps does."""
+    if NUMBER == 0:
+        _consume(params, pipelines, weights, OPTIONS)
+    elif NUMBER == 1:
+        produce_lists(params, pipelines, OPTIONS)
+    else:
+        convert_latents(pipelines, OPTIONS, NUMBER - 2)
+
+
+@gluon.constexpr_function
+def _registers(converters):
+    """Registers of a thread of the producer and of converters. One thread of each of a program's
+    warpgroups, together, have 504 with three warpgroups, and 512 with four."""
+    return [128, 128] if converters == 1 else [120, 88, 88]
+
+
+@gluon.jit(do_not_specialize=ListSizes._fields)
+def _hopper_selected_bytes_few_heads_kernel(
+    q_desc, q_rope_desc, pointers,
+    total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
+    stride_table, units, unit_pairs,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `_hopper_selected_fwd_kernel`."""
+    dtype: gl.constexpr = q_desc.dtype
+    queries = new_queries(q_desc, q_rope_desc, OPTIONS, 1)
+    pipelines = new_stored_pipelines(queries, dtype, OPTIONS)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    shape: gl.constexpr = [GROUPS * OPTIONS.PACKED_HEADS, KEYS]
+    weights = gl.allocate_shared_memory(dtype, shape, swizzled)
+    sizes = ListSizes(
+        total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
+        stride_table, units, unit_pairs,
+    )  # fmt: skip
+    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
+    fence_async_shared()
+    run_partitions(
+        _run_partition, (params, pipelines, weights, OPTIONS), warps_of(2 + OPTIONS.CONVERTERS),
+        _registers(OPTIONS.CONVERTERS),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What the kernels of several ops are made of."""

@@ -1,0 +1,1 @@
+"""Attention: `flash_varlen` and `blocksparse`."""

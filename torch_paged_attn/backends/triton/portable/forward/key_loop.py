@@ -1,0 +1,227 @@
+"""The loop over tiles of keys: scores, the running softmax, and the sum of weighted values."""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.common.softmax import fold_scores
+from torch_paged_attn.backends.triton.portable.common.dropout import dropout_keep
+from torch_paged_attn.backends.triton.portable.common.gather_scatter import find_pages
+from torch_paged_attn.backends.triton.portable.common.key_positions import (
+    block_of_keys,
+    key_position,
+    tiles_of_block,
+)
+from torch_paged_attn.backends.triton.portable.common.logits import load_bias, logits, scaled
+from torch_paged_attn.backends.triton.portable.common.mask import load_tail, tiles_of_phase, visible
+from torch_paged_attn.backends.triton.portable.common.named import type_of
+from torch_paged_attn.backends.triton.portable.common.products import chunk_scores
+from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
+from torch_paged_attn.backends.triton.portable.forward.load_kv import (
+    as_two_chunks,
+    fold_value_tile,
+    fold_values_loaded,
+    load_keys,
+    load_values,
+    score_keys,
+)
+
+
+@triton.jit
+def has_nan(x):
+    """Whether any element is NaN. Triton 3.6 cannot compile two reductions for sm_100."""
+    return tl.max((x != x).to(tl.int32)) > 0
+
+
+@triton.jit
+def tile_of_keys(i, keys, memory, strides, scalars, OPTIONS: tl.constexpr):
+    """The first key of tile i, and the end of the keys that count. With a layout, tile i is a part
+    of a listed block.
+    """
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    if not OPTIONS.HAS_LAYOUT:
+        return i * BLOCK_N, keys.stop
+    else:
+        PER_BLOCK: tl.constexpr = tiles_of_block(
+            OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+        )
+        column = tl.load(memory.col + (i // PER_BLOCK) * strides.col)
+        first, stop = block_of_keys(column, keys, scalars, OPTIONS)
+        return first + (i % PER_BLOCK) * BLOCK_N, stop
+
+
+@triton.jit
+def attend_keys(
+    rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
+):
+    """Attention of a tile of queries to the tiles of keys `keys.i_start` to `keys.i_stop` - 1.
+
+    Queries, keys and values are in the chunks of `load_kv.py`. Returns row maxima, row sums, the
+    sums of weighted values in two chunks, and by what each row's have to be multiplied.
+    """
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    V_LOW: tl.constexpr = OPTIONS.V_LOW
+    V_HIGH: tl.constexpr = OPTIONS.V_HIGH
+    BIAS: tl.constexpr = OPTIONS.BIAS
+    FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    # a single query sees exactly the keys from `start` to `stop`
+    HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT and OPTIONS.TOKENS > 1
+    HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
+    HAS_LATENT: tl.constexpr = pointers.q_latent is not None
+    HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
+    # strides count elements of two bytes if these are paired; those of keys may be those of values,
+    # which may begin elsewhere
+    EACH: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // EACH
+    TAKES_V: tl.constexpr = OPTIONS.IS_V_LIKE_K and OPTIONS.V_ALIGNED > OPTIONS.K_ALIGNED
+    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // EACH
+    i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
+    # unused if one chunk holds a row of v
+    acc_high = tl.zeros([BLOCK_M, V_HIGH if V_HIGH > 0 else 1], tl.float32)
+    # unused unless there are four
+    acc_third = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
+    acc_fourth = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
+    unit = tl.full([BLOCK_M], 0.0 if OPTIONS.HAS_UNITS else 1.0, tl.float32)
+
+    # phases: 0 tiles at a window's left edge, 1 tiles that every row sees whole, 2 the rest
+    i_full = i_start
+    if FIRST_PHASE == 0:
+        i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
+    i_tail = i_full
+    if FIRST_PHASE < 2:
+        i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
+
+    # A key that no query sees may contain NaN, which must not reach the result. A bias may hide
+    # such a key in the middle. Checking every value would be slow, so a first attempt does not, and
+    # a second attempt with checks follows only if the result contains NaN.
+    ATTEMPTS: tl.constexpr = 1 if BIAS == "" else 2
+    for attempt in tl.static_range(ATTEMPTS):
+        if attempt == 1:
+            is_bad = has_nan(acc_low) | has_nan(acc_high)
+            if OPTIONS.V_STEP == 4:
+                is_bad = is_bad | has_nan(acc_third) | has_nan(acc_fourth)
+                acc_third = tl.where(is_bad, 0.0, acc_third)
+                acc_fourth = tl.where(is_bad, 0.0, acc_fourth)
+            if OPTIONS.HAS_UNITS:
+                unit = tl.where(is_bad, 0.0, unit)
+            m_i = tl.where(is_bad, float("-inf"), m_i)
+            l_i = tl.where(is_bad, 0.0, l_i)
+            acc_low = tl.where(is_bad, 0.0, acc_low)
+            acc_high = tl.where(is_bad, 0.0, acc_high)
+            i_full = tl.where(is_bad, i_full, i_start)
+            i_tail = tl.where(is_bad, i_tail, i_start)
+            i_stop = tl.where(is_bad, i_stop, i_start)
+        for phase in tl.static_range(FIRST_PHASE, 3):
+            i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
+            for i in tl.range(i_first, i_last):
+                n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
+                j = n0 + tl.arange(0, BLOCK_N)
+                page, slot = find_pages(
+                    memory.block_table, n0, keys.start, stop, sizes.num_pages, BLOCK_N,
+                    OPTIONS.PAGE_SIZE, phase == 1, OPTIONS.IS_ALIGNED, scalars.page_size,
+                )  # fmt: skip
+
+                seen = rows.exists[:, None]
+                position, keys_of_tile = rows.position[:, None], j[None, :]
+                key_at = key_position(keys_of_tile, scalars, OPTIONS)
+                if phase != 1:
+                    in_range = (j >= keys.start) & (j < stop)
+                    seen = visible(
+                        position, key_at, in_range[None, :], scalars.left, scalars.right,
+                        HAS_LEFT, HAS_RIGHT,
+                    )  # fmt: skip
+                    if BIAS != "" or HAS_TAIL:
+                        seen = seen & rows.exists[:, None]
+                    if HAS_TAIL:
+                        seen = seen & load_tail(
+                            memory.tail_rows[:, None], rows.exists[:, None], keys_of_tile, keys,
+                            strides,
+                        )  # fmt: skip
+
+                k_offsets = page * strides.k_page + slot * strides.k_slot
+                v_offsets = k_offsets
+                if not OPTIONS.IS_V_LIKE_K:
+                    v_offsets = page * strides.v_page + slot * strides.v_slot
+                if K_ALIGNED > 0:
+                    k_offsets = tl.multiple_of(k_offsets, K_ALIGNED)
+                if V_ALIGNED > 0 and not OPTIONS.IS_V_LIKE_K:
+                    v_offsets = tl.multiple_of(v_offsets, V_ALIGNED)
+                if OPTIONS.IS_LOADED_FIRST:
+                    loaded = load_keys(memory.k, k_offsets, OPTIONS)
+                    values = load_values(memory.v, v_offsets, OPTIONS)
+                    s = chunk_scores(
+                        (queries.low, queries.high), loaded, OPTIONS.K_HIGH, OPTIONS.CHAIN
+                    )
+                else:
+                    s = score_keys(queries, memory.k, k_offsets, OPTIONS)
+                bias = 0.0
+                if BIAS != "":
+                    # loaded after the product, which would otherwise wait for it
+                    bias, allowed = load_bias(
+                        memory.bias_rows[:, None], rows.exists[:, None], keys_of_tile, strides,
+                        OPTIONS, phase == 1,
+                    )  # fmt: skip
+                    # rows that do not exist need no mask: they are not written
+                    seen = allowed if phase == 1 and attempt == 0 else seen & allowed
+                s = scaled(s, queries.scale, queries.raised, OPTIONS)
+                if OPTIONS.K_BY_TOKEN:
+                    k_scales = page * strides.k_descale_page + slot * strides.k_descale_slot
+                    s *= tl.load(memory.k_scales + k_scales)[None, :]
+                v_scale = tl.full([], 1.0, tl.float32)
+                if OPTIONS.V_BY_TOKEN:
+                    v_scales = page * strides.v_descale_page + slot * strides.v_descale_slot
+                    v_scale = tl.load(memory.v_scales + v_scales)
+                if HAS_LATENT:
+                    # the loaded values serve as keys here and as values below
+                    if not OPTIONS.IS_LOADED_FIRST:
+                        values = load_values(memory.v, v_offsets, OPTIONS)
+                    more = chunk_scores(
+                        (queries.latent_low, queries.latent_high), values, OPTIONS.V_HIGH,
+                        OPTIONS.CHAIN,
+                    )  # fmt: skip
+                    more = scaled(more, queries.latent_scale, 0.0, OPTIONS)
+                    if OPTIONS.V_BY_TOKEN:
+                        more *= v_scale[None, :]
+                    s += more
+                s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
+                if phase != 1 or attempt == 1 or BIAS == "bool":
+                    # select instead of adding -inf: a masked key may contain NaN
+                    s = tl.where(seen, s, float("-inf"))
+
+                p, m_i, l_i, shrink = fold_scores(
+                    m_i, l_i, s, factor, IS_PRECISE, BIAS == "float", OPTIONS.FIXED_UNITS == 0
+                )  # fmt: skip
+                if pointers.rng is not None:
+                    survives = dropout_keep(
+                        pointers.rng, scalars.dropout_threshold, rows.b, rows.head, rows.token, n0,
+                        BLOCK_N, OPTIONS.IS_ALIGNED, OPTIONS.HAS_DROPOUT_BASE,
+                    )  # fmt: skip
+                    p = tl.where(survives, p * scalars.dropout_scale, 0.0)
+
+                # a tail mask, too, may hide a key in the middle from all rows
+                IS_CAREFUL: tl.constexpr = attempt == 1 or (HAS_TAIL and phase != 1)
+                keep = rows.exists
+                if IS_CAREFUL:
+                    keep = tl.max(seen.to(tl.int32), 0) > 0
+                if OPTIONS.V_BY_TOKEN:
+                    if IS_CAREFUL:
+                        v_scale = tl.where(keep, v_scale, 0.0)
+                    p *= v_scale[None, :]
+                    if OPTIONS.HAS_UNITS:
+                        p, unit, shrink = in_units(p, unit, shrink)
+                p = p.to(DTYPE)
+                acc = acc_low, acc_high, acc_third, acc_fourth
+                if HAS_LATENT or OPTIONS.IS_LOADED_FIRST:
+                    acc = fold_values_loaded(acc, shrink, p, values, keep, OPTIONS, IS_CAREFUL)
+                else:
+                    acc = fold_value_tile(
+                        acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
+                    )
+                acc_low, acc_high, acc_third, acc_fourth = acc
+    low, high = as_two_chunks((acc_low, acc_high, acc_third, acc_fourth), OPTIONS)
+    return m_i, l_i, low, high, unit

@@ -1,0 +1,1 @@
+"""Selected attention, its backward, and the selection of keys."""

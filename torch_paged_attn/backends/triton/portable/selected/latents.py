@@ -1,0 +1,169 @@
+"""`selected_attention` of latents whose columns have scales: 8 bits, a scale for each token and 128
+columns, beside the rope keys (DeepSeek's caches of 656 bytes a token).
+
+A scale multiplies the scores, and the weights, of its columns: no latent is multiplied by one. So
+products are taken for each 128 columns, and weights rounded once.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.common.softmax import LOG2E, fold_scores, quotient, with_sink
+from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
+    load_chunks,
+    load_rows,
+    store_rows,
+)
+from torch_paged_attn.backends.triton.portable.common.logits import softcapped
+from torch_paged_attn.backends.triton.portable.common.named import type_of
+from torch_paged_attn.backends.triton.portable.common.products import (
+    add_product,
+    chunk_scores,
+    scores,
+)
+from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
+from torch_paged_attn.backends.triton.portable.selected.keys import (
+    SelectedSizes,
+    find_keys,
+    find_token,
+    load_queries,
+)
+
+
+@triton.jit
+def _load_groups(ptr, offsets, keep, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
+    """Rows of values' width, as tensors of the columns that share a scale."""
+    COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
+    STOP: tl.constexpr = OPTIONS.HEAD_DIM_V
+    found = ()
+    for c in tl.static_range(STOP // COLUMNS):
+        x = load_rows(
+            ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, True, FORMAT, type_of(OPTIONS.DTYPE)
+        )
+        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _zeros(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(GROUPS):
+        found = found + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _units(GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(GROUPS):
+        found = found + (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=SelectedSizes._fields)
+def _selected_latents_kernel(
+    pointers, results,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, scalars, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `_selected_fwd_kernel`."""
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    GROUPS: tl.constexpr = OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS
+    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+    # weights in float16 would lose their bits where scales are small
+    HAS_UNITS: tl.constexpr = OPTIONS.DTYPE == "fp16"
+    K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
+    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    program = tl.program_id(0)
+    split = program % sizes.splits
+    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
+    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
+    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    q_rows = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
+    latents = _load_groups(pointers.q_latent, q_rows, queries.exists, Q_FORMAT, OPTIONS)
+
+    keys = token.count * OPTIONS.SELECT_SIZE
+    begin = tl.zeros([], tl.int32)
+    stop = keys
+    if OPTIONS.IS_SPLIT:
+        tiles = (keys + OPTIONS.BLOCK_N - 1) // OPTIONS.BLOCK_N
+        of_split = (tiles + sizes.splits - 1) // sizes.splits * OPTIONS.BLOCK_N
+        begin = split * of_split
+        stop = tl.minimum(keys, begin + of_split)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = _zeros(GROUPS, BLOCK_M, OPTIONS.SCALED_COLUMNS)
+    units = _units(GROUPS, BLOCK_M)
+    for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
+        page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
+        k_rows = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
+        k = load_chunks(
+            pointers.k, k_rows, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
+            K_FORMAT, type_of(OPTIONS.DTYPE),
+        )  # fmt: skip
+        v_rows = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
+        v = _load_groups(pointers.v, v_rows, is_seen, V_FORMAT, OPTIONS)
+        of_rows = page * strides.v_descale_page + slot * strides.v_descale_slot
+        scale_ptr = pointers.v_descale + kv_head * strides.v_descale_head + of_rows
+        s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
+        s = s * (scalars.scale * queries.k_scale)
+        scales = ()
+        for c in tl.static_range(GROUPS):
+            scale = tl.load(scale_ptr + c * strides.v_descale_column, mask=is_seen, other=0.0)
+            more = scores(latents[c], v[c], OPTIONS.CHAIN)
+            s += more * (scale * (scalars.scale * queries.latent_scale))[None, :]
+            scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+        if OPTIONS.HAS_SOFTCAP:
+            s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
+        s = tl.where(is_seen[None, :], s, float("-inf"))
+        p, m_i, l_i, shrink = fold_scores(
+            m_i, l_i, s, LOG2E, OPTIONS.IS_PRECISE, False, IS_FUSED=True
+        )
+        new_acc, new_units = (), ()
+        for c in tl.static_range(GROUPS):
+            weights, factor = p * scales[c][None, :], shrink
+            unit = units[c]
+            if HAS_UNITS:
+                weights, unit, factor = in_units(weights, unit, shrink)
+            weights = weights.to(type_of(OPTIONS.DTYPE))
+            x = add_product(acc[c] * factor[:, None], weights, v[c], OPTIONS.IS_PRECISE)
+            new_acc = new_acc + (x,)  # type: ignore[assignment]  # noqa: RUF005
+            new_units = new_units + (unit,)  # type: ignore[assignment]  # noqa: RUF005
+        acc, units = new_acc, new_units
+
+    r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_stored = r < OPTIONS.GROUP_SIZE
+    gain = tl.full([BLOCK_M], 1.0, tl.float32)
+    divisor = gain
+    at = token.row * OPTIONS.NUM_HEADS + queries.head
+    if OPTIONS.IS_SPLIT:
+        at += split * tl.cast(sizes.total_q, tl.int64) * OPTIONS.NUM_HEADS
+        tl.store(results.lse + at, m_i, mask=is_stored)
+        tl.store(results.sums + at, l_i, mask=is_stored)
+    else:
+        if pointers.sinks is not None:
+            # rows of padding belong to no sequence and get no sink
+            sink = tl.load(pointers.sinks + queries.head, mask=queries.exists, other=float("-inf"))
+            m_i, l_i, gain = with_sink(m_i, l_i, sink)
+        divisor = tl.where(l_i == 0.0, 1.0, l_i)
+        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(divisor))
+        lse_ptr = results.lse + queries.head.to(tl.int64) * sizes.total_q + token.row
+        tl.store(lse_ptr, lse, mask=is_stored)
+    OUT_FORMAT: tl.constexpr = "NATIVE" if OPTIONS.IS_SPLIT else OPTIONS.OUT_FORMAT
+    COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
+    to = results.out + at.to(tl.int64) * OPTIONS.HEAD_DIM_V
+    for c in tl.static_range(GROUPS):
+        x = acc[c] * gain[:, None]
+        if HAS_UNITS:
+            x *= units[c][:, None]
+        x = quotient(x, divisor, OPTIONS.IS_PRECISE)
+        store_rows(
+            to, x, is_stored, c * COLUMNS, COLUMNS, OPTIONS.HEAD_DIM_V, results.out_scale,
+            OUT_FORMAT,
+        )  # fmt: skip
