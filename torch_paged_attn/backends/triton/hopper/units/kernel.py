@@ -38,6 +38,7 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
     warps_of,
 )
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.common.softmax import finite
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitParams, UnitSizes
 
@@ -255,7 +256,7 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 last = gl.load(pointers.last_keys + token, mask=exists, other=0) - unit * BLOCK_N
                 s = gl.where(column <= gl.expand_dims(last, 1), s, -float("inf"))
             m = _row_max(s) * scale_log2
-            shift = gl.where(m == -float("inf"), 0.0, m)
+            shift = finite(m)
             p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
             total = _row_sum(p)
             p = gl.convert_layout(p.to(dtype), operand)
