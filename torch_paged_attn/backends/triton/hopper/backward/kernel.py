@@ -6,29 +6,31 @@ tiles: of keys, for dK and dV (`dkdv.py`), and of queries, for dQ (`dq.py`).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardParams,
     BackwardSizes,
 )
-from torch_paged_attn.backends.triton.hopper.backward.dkdv import consume_keys
-from torch_paged_attn.backends.triton.hopper.backward.dkdv_hdim256 import consume_split_keys
+from torch_paged_attn.backends.triton.hopper.backward.dkdv import work_on_keys
+from torch_paged_attn.backends.triton.hopper.backward.dkdv_hdim256 import work_on_split_keys
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_producer import (
     add_parts,
     keep_keys,
-    produce_gradients,
+    load_gradients,
     produce_queries,
 )
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import KeyPipelines
 from torch_paged_attn.backends.triton.hopper.backward.dq import (
     QueryPipelines,
     consume_queries,
-    produce_gradients_and_values,
+)
+from torch_paged_attn.backends.triton.hopper.backward.dq_producer import (
+    load_gradients_and_values,
     produce_queries_and_keys,
 )
 from torch_paged_attn.backends.triton.hopper.backward.sums import BY_BOX, NONE
-from torch_paged_attn.backends.triton.hopper.backward.work import new_claims
+from torch_paged_attn.backends.triton.hopper.backward.work import new_claims, visit_tiles
 from torch_paged_attn.backends.triton.hopper.common.partitions import (
     registers_of,
     run_partitions,
@@ -46,17 +48,18 @@ def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     """What partition NUMBER of a program's warps does, with tiles of keys."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
     if OTHER < 0 and OPTIONS.IS_SPLIT:
-        consume_split_keys(params, pipelines, OPTIONS, NUMBER)
+        visit_tiles(params, pipelines, work_on_split_keys, OPTIONS, NUMBER)
     elif OTHER < 0:
-        consume_keys(params, pipelines, OPTIONS, NUMBER)
+        visit_tiles(params, pipelines, work_on_keys, OPTIONS, NUMBER)
     elif OTHER == 0:
         produce_queries(params, pipelines, OPTIONS)
     elif OTHER == 1:
-        produce_gradients(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, load_gradients, OPTIONS, 0)
     elif OTHER == 2:
         keep_keys(params, pipelines, OPTIONS)
     else:
-        add_parts(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, add_parts, OPTIONS, 0)
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -68,7 +71,7 @@ def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     elif OTHER == 0:
         produce_queries_and_keys(params, pipelines, OPTIONS)
     else:
-        produce_gradients_and_values(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, load_gradients_and_values, OPTIONS, 0)
         # this kernel may have started before that of dK and dV ended, for which no later kernel
         # waits but through this one
         gl.inline_asm_elementwise(
