@@ -98,7 +98,7 @@ KNOWN_KERNELS = {
     # with fewer registers for consumers than two programs leave them, it is slower, too
     "_hopper_selected_bytes_kernel": 136,
     # of more than 32 rows of queries (docs/design/decode.md)
-    "_hopper_mla_bytes_fwd_kernel": 56,
+    "_hopper_mla_fwd_kernel": 56,
 }
 
 # memory that Triton would allocate for a kernel; AMD's has none
