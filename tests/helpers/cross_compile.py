@@ -96,9 +96,9 @@ KNOWN_KERNELS = {
     "_hopper_backward_keys_kernel": 704,
     "_hopper_backward_queries_kernel": 104,
     # with fewer registers for consumers than two programs leave them, it is slower, too
-    "_hopper_selected_bytes_kernel": 136,
+    "_hopper_selected_fwd_kernel": 136,
     # of more than 32 rows of queries (docs/design/decode.md)
-    "_hopper_mla_bytes_fwd_kernel": 56,
+    "_hopper_mla_fwd_kernel": 56,
 }
 
 # memory that Triton would allocate for a kernel; AMD's has none

@@ -10,7 +10,6 @@ from hopper_calls import HAS_HOPPER, HOPPER
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.mla import plan as mla
-from torch_paged_attn.backends.triton.hopper.mla import plan_8bit as mla_bytes
 from torch_paged_attn.backends.triton.hopper.mla import work as mla_work
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaPointers
 from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
@@ -262,10 +261,10 @@ def test_keys_of_8_bits_compile_to_products(heads, compiler):
     two consumers, fit into a multiprocessor's shared memory."""
     problem = dataclasses.replace(IN_8_BITS[0], num_heads=heads, seqs=((1, 600), (1, 90)))
     kernels = compiler.submit(compile_latent, problem).result()
-    kernel = next(k for k in kernels if k.name == "_hopper_mla_bytes_fwd_kernel")
+    kernel = next(k for k in kernels if k.name == "_hopper_mla_fwd_kernel")
     assert kernel.faults("sm90", problem.name) == []
     assert kernel.spills == 0 or heads > 32 or not cross_compile.IS_FITTED
-    form = mla_bytes.form_of(call_of(problem))
+    form = mla_work.form_of(call_of(problem))
     # of each consumer, 36 products for scores and 32 for values
     assert kernel.matrix_instructions == 68 * form.consumers
     # a program has 1 KB beside what it asks for
@@ -275,16 +274,16 @@ def test_keys_of_8_bits_compile_to_products(heads, compiler):
 @pytest.mark.parametrize(
     "heads, tokens, form",
     [
-        (12, 1, mla_bytes.FORMS[16]),
-        (16, 1, mla_bytes.FORMS[16]),
-        (16, 2, mla_bytes.FORMS[32]),
-        (128, 1, mla_bytes.OF_MANY_ROWS),
+        (12, 1, mla_work.FORMS[16]),
+        (16, 1, mla_work.FORMS[16]),
+        (16, 2, mla_work.FORMS[32]),
+        (128, 1, mla_work.OF_MANY_ROWS),
     ],
 )
 def test_forms_of_keys_of_8_bits(heads, tokens, form):
     """The smallest tile that holds a sequence's rows; several tiles for many."""
     problem = dataclasses.replace(IN_8_BITS[2], num_heads=heads, seqs=((tokens, 600),) * 3)
-    assert mla_bytes.form_of(call_of(problem)) == form
+    assert mla_work.form_of(call_of(problem)) == form
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

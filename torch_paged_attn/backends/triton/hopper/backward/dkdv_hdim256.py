@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import meet
-from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, slope_of, steps_of
+from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, slope_of
+from torch_paged_attn.backends.triton.hopper.common.clear import clear_before
 from torch_paged_attn.backends.triton.hopper.common.scores import (
     ask_for_scores,
     probabilities,
 )
-from torch_paged_attn.backends.triton.hopper.forward.consumer import clear_before
 
 
 @gluon.jit
@@ -103,8 +103,10 @@ def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """As consumer INDEX, compute its share of the columns of dK and dV of every tile."""
+def work_on_split_keys(
+    n, tile, steps, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):
+    """As consumer INDEX, compute its share of the columns of dK and dV of a tile."""
     STAY: gl.constexpr = OPTIONS.STAY
     FIRST: gl.constexpr = OPTIONS.WIDTH // OPTIONS.CONSUMERS * INDEX
     COLUMNS: gl.constexpr = _columns_of(OPTIONS.WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
@@ -116,71 +118,64 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = pipelines.k.tiles.dtype
-    n = 0
-    tile = 0
-    steps = steps_of(pipelines, 0)
-    while steps >= 0:
-        first, key_len = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.KEY_LEN)
-        first_key = info.get(tile, FIELD.FIRST_STAY)
-        context_len, kv_head = info.get(tile, FIELD.CONTEXT_LEN), info.get(tile, FIELD.HEAD)
-        first_live = 0
-        if OPTIONS.HAS_RIGHT:
-            first_live = info.get(tile, FIELD.FIRST_LIVE)
-        b = 0
-        if params.pointers.alibi_slopes is not None:
-            b = info.get(tile, FIELD.BATCH)
-        claims.consumer_release(tile)
-        keys = first_key, context_len, key_len
-        k = pipelines.k.tile(tile).reshape([STAY, OPTIONS.WIDTH])
-        v = pipelines.v.tile(tile).reshape([STAY, OPTIONS.WIDTH_V])
-        pipelines.k.consumer_wait(tile)
-        pipelines.v.consumer_wait(tile)
-        if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
-            clear_before(k, context_len - scalars.window_left - first_key)
-            clear_before(v, context_len - scalars.window_left - first_key)
-        v_operand = v
-        if OPTIONS.OPERANDS > 0:
-            v_operand = v.load(stays)
-        dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
-        dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
-        for g in range(OPTIONS.GROUP_SIZE):
-            slope = slope_of(b, kv_head * OPTIONS.GROUP_SIZE + g, params)
-            if steps > 0:
-                s_pending, dp_pending = _ask_for_scores(
-                    pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
-                )
-                s = warpgroup_mma_wait(1, deps=[s_pending])
-                weight = _probabilities_of(
-                    s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX
-                )
-                dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                _leave_gradient(weight, dp, pipelines, n, OPTIONS, INDEX)
-                meet()
-                for m in range(1, steps):
-                    row = first + m * OPTIONS.PASS
-                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
-                    s_pending, dp_pending = _ask_for_scores(
-                        pipelines, n + 1, row, first_live, k, v_operand, OPTIONS, INDEX
-                    )
-                    s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
-                    pipelines.q.consumer_release(n)
-                    pipelines.dout.consumer_release(n)
-                    weight = _probabilities_of(
-                        s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
-                    )
-                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                    _leave_gradient(weight, dp, pipelines, n + 1, OPTIONS, INDEX)
-                    meet()
-                    n += 1
+    first, key_len = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.KEY_LEN)
+    first_key = info.get(tile, FIELD.FIRST_STAY)
+    context_len, kv_head = info.get(tile, FIELD.CONTEXT_LEN), info.get(tile, FIELD.HEAD)
+    first_live = 0
+    if OPTIONS.HAS_RIGHT:
+        first_live = info.get(tile, FIELD.FIRST_LIVE)
+    b = 0
+    if params.pointers.alibi_slopes is not None:
+        b = info.get(tile, FIELD.BATCH)
+    claims.consumer_release(tile)
+    keys = first_key, context_len, key_len
+    k = pipelines.k.tile(tile).reshape([STAY, OPTIONS.WIDTH])
+    v = pipelines.v.tile(tile).reshape([STAY, OPTIONS.WIDTH_V])
+    pipelines.k.consumer_wait(tile)
+    pipelines.v.consumer_wait(tile)
+    if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
+        clear_before(k, context_len - scalars.window_left - first_key)
+        clear_before(v, context_len - scalars.window_left - first_key)
+    v_operand = v
+    if OPTIONS.OPERANDS > 0:
+        v_operand = v.load(stays)
+    dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
+    dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
+    for g in range(OPTIONS.GROUP_SIZE):
+        slope = slope_of(b, kv_head * OPTIONS.GROUP_SIZE + g, params)
+        if steps > 0:
+            s_pending, dp_pending = _ask_for_scores(
+                pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
+            )
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            weight = _probabilities_of(s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX)
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            _leave_gradient(weight, dp, pipelines, n, OPTIONS, INDEX)
+            meet()
+            for m in range(1, steps):
+                row = first + m * OPTIONS.PASS
                 dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
-                dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
+                s_pending, dp_pending = _ask_for_scores(
+                    pipelines, n + 1, row, first_live, k, v_operand, OPTIONS, INDEX
+                )
+                s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
                 pipelines.q.consumer_release(n)
                 pipelines.dout.consumer_release(n)
+                weight = _probabilities_of(
+                    s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
+                )
+                dp = warpgroup_mma_wait(0, deps=[dp_pending])
+                _leave_gradient(weight, dp, pipelines, n + 1, OPTIONS, INDEX)
+                meet()
                 n += 1
-        meet()
-        k.slice(FIRST, COLUMNS, dim=1).store((dk * scalars.scale).to(dtype))
-        v.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1).store(dv.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
-        tile += 1
-        steps = steps_of(pipelines, tile)
+            dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
+            dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
+            pipelines.q.consumer_release(n)
+            pipelines.dout.consumer_release(n)
+            n += 1
+    meet()
+    k.slice(FIRST, COLUMNS, dim=1).store((dk * scalars.scale).to(dtype))
+    v.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1).store(dv.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
+    return n

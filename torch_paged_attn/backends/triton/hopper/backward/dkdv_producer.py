@@ -12,109 +12,82 @@ from torch_paged_attn.backends.triton.hopper.backward.sums import add_part
 from torch_paged_attn.backends.triton.hopper.backward.work import (
     FIELD,
     STATISTICS_ROWS,
-    end_claims,
-    load_entry,
-    publish,
+    Passing,
+    claim_tiles,
     steps_of,
 )
 from torch_paged_attn.backends.triton.hopper.common.tma import async_load, load_rows, store_rows
 
 
 @gluon.jit
-def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of keys until there are none. For each, write its numbers for the other warps,
-    and load the queries that pass by and their statistics."""
+def _find_queries(at, params, OPTIONS: gl.constexpr):
+    """The queries that pass by a tile of keys."""
     PASS: gl.constexpr = OPTIONS.PASS
     ROWS: gl.constexpr = STATISTICS_ROWS
-    PARTS: gl.constexpr = ROWS // PASS  # fills that share a tile of statistics
-    pointers, scalars, info, claims = (
-        params.pointers, params.scalars, pipelines.info, pipelines.claims,
-    )  # fmt: skip
-    programs = gl.num_programs(0)
-    num_tiles = gl.load(pointers.tile_list + 1)
-    units = num_tiles * scalars.heads
-    tile = 0
-    n = 0
-    unit = gl.program_id(0)
-    while unit < units:
-        kv_head, b, first_key, q_start, query_len, k_start, key_len, stop_key = load_entry(
-            unit, pointers.tile_list, num_tiles
-        )
-        context_len = key_len - query_len
-        first_live = 0
-        first = 0
-        stop = query_len
-        if OPTIONS.HAS_RIGHT:
-            first_live = gl.maximum(-context_len - scalars.window_right, 0)
-            first = gl.maximum(first_key - context_len - scalars.window_right, 0)
-            first = first // ROWS * ROWS
-        if OPTIONS.HAS_LEFT:
-            last_key = gl.minimum(first_key + OPTIONS.TILE, key_len) - 1
-            stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
-        steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
-        steps = gl.where(first_key < key_len, steps, 0)
-        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // ROWS + b + first // ROWS
-
-        claims.producer_acquire(tile)
-        info.put(tile, FIELD.STEPS, steps)
-        info.put(tile, FIELD.FIRST_PASS, first)
-        info.put(tile, FIELD.FIRST_STAY, first_key)
-        info.put(tile, FIELD.HEAD, kv_head)
-        info.put(tile, FIELD.Q_START, q_start)
-        info.put(tile, FIELD.QUERY_LEN, query_len)
-        info.put(tile, FIELD.K_START, k_start)
-        info.put(tile, FIELD.KEY_LEN, key_len)
-        info.put(tile, FIELD.CONTEXT_LEN, context_len)
-        info.put(tile, FIELD.STOP_STAY, stop_key)
-        info.put(tile, FIELD.STATISTICS_TILE, statistics_tile)
-        info.put(tile, FIELD.BATCH, b)
-        info.put(tile, FIELD.FIRST_LIVE, first_live)
-        publish(claims, tile)
-
-        for g in range(OPTIONS.GROUP_SIZE):
-            head = kv_head * OPTIONS.GROUP_SIZE + g
-            of_head = head * params.sizes.statistics_tiles + statistics_tile
-            for m in range(steps):
-                pipelines.q.producer_acquire(n)
-                barrier = pipelines.q.full_barrier(n)
-                mbarrier.expect(
-                    barrier,
-                    params.q_desc.block_type.nbytes + params.statistics_desc.block_type.nbytes,
-                )
-                box = pipelines.q.tile(n)
-                load_rows(params.q_desc, q_start, query_len, first + m * PASS, head, barrier, box)
-                box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-                async_load(params.statistics_desc, [of_head + m // PARTS, 0], barrier, box)
-                n += 1
-        tile += 1
-        unit = gl.atomic_add(pointers.tile_list, 1) + programs
-
-    end_claims(pipelines, tile)
+    scalars, context_len = params.scalars, at.context_len
+    first_live = 0
+    first = 0
+    stop = at.query_len
+    if OPTIONS.HAS_RIGHT:
+        first_live = gl.maximum(-context_len - scalars.window_right, 0)
+        first = gl.maximum(at.first - context_len - scalars.window_right, 0)
+        first = first // ROWS * ROWS
+    if OPTIONS.HAS_LEFT:
+        last_key = gl.minimum(at.first + OPTIONS.TILE, at.key_len) - 1
+        stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
+    steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+    steps = gl.where(at.first < at.key_len, steps, 0)
+    statistics_tile = gl.load(params.pointers.cu_seqlens_q + at.b) // ROWS + at.b + first // ROWS
+    return Passing(steps, first, statistics_tile, first_live)
 
 
 @gluon.jit
-def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
-    """Load the gradients of the result, of the queries that pass by each tile."""
-    info, claims = pipelines.info, pipelines.claims
-    n = 0
-    tile = 0
-    steps = steps_of(pipelines, 0)
-    while steps >= 0:
-        q_start, query_len = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.QUERY_LEN)
-        first, kv_head = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.HEAD)
-        claims.consumer_release(tile)
-        for g in range(OPTIONS.GROUP_SIZE):
-            head = kv_head * OPTIONS.GROUP_SIZE + g
-            for m in range(steps):
-                pipelines.dout.producer_acquire(n)
-                barrier = pipelines.dout.full_barrier(n)
-                mbarrier.expect(barrier, params.dout_desc.block_type.nbytes)
-                box = pipelines.dout.tile(n)
-                row = first + m * OPTIONS.PASS
-                load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
-                n += 1
-        tile += 1
-        steps = steps_of(pipelines, tile)
+def _load_queries(n, tile, at, passing, params, pipelines, OPTIONS: gl.constexpr):
+    """Load these queries and their statistics."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    PARTS: gl.constexpr = STATISTICS_ROWS // PASS  # fills that share a tile of statistics
+    for g in range(OPTIONS.GROUP_SIZE):
+        head = at.head * OPTIONS.GROUP_SIZE + g
+        of_head = head * params.sizes.statistics_tiles + passing.statistics_tile
+        for m in range(passing.steps):
+            pipelines.q.producer_acquire(n)
+            barrier = pipelines.q.full_barrier(n)
+            mbarrier.expect(
+                barrier, params.q_desc.block_type.nbytes + params.statistics_desc.block_type.nbytes
+            )
+            box = pipelines.q.tile(n)
+            row = passing.first + m * PASS
+            load_rows(params.q_desc, at.q_start, at.query_len, row, head, barrier, box)
+            box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+            async_load(params.statistics_desc, [of_head + m // PARTS, 0], barrier, box)
+            n += 1
+    return n
+
+
+@gluon.jit
+def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of keys, and load the queries that pass by and their statistics."""
+    claim_tiles(params, pipelines, _find_queries, _load_queries, True, OPTIONS)
+
+
+@gluon.jit
+def load_gradients(n, tile, steps, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Load the gradients of the result, of the queries that pass by a tile."""
+    info = pipelines.info
+    q_start, query_len = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.QUERY_LEN)
+    first, kv_head = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.HEAD)
+    pipelines.claims.consumer_release(tile)
+    for g in range(OPTIONS.GROUP_SIZE):
+        head = kv_head * OPTIONS.GROUP_SIZE + g
+        for m in range(steps):
+            pipelines.dout.producer_acquire(n)
+            barrier = pipelines.dout.full_barrier(n)
+            mbarrier.expect(barrier, params.dout_desc.block_type.nbytes)
+            box = pipelines.dout.tile(n)
+            row = first + m * OPTIONS.PASS
+            load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
+            n += 1
+    return n
 
 
 @gluon.jit
@@ -168,23 +141,18 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def add_parts(params, pipelines, OPTIONS: gl.constexpr):
-    """Have the accelerator add to the sums of dQ each part that the consumers leave, BY_BOX."""
-    info, claims = pipelines.info, pipelines.claims
-    n = 0
-    tile = 0
-    steps = steps_of(pipelines, 0)
-    while steps >= 0:
-        first, head = (
-            info.get(tile, FIELD.STATISTICS_TILE),
-            info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE,
-        )
-        claims.consumer_release(tile)
-        for g in range(OPTIONS.GROUP_SIZE):
-            of_head = (head + g) * params.sizes.statistics_tiles + first
-            for m in range(steps):
-                add_part(params, pipelines.sums, n, of_head + m, OPTIONS)
-                n += 1
-        tile += 1
-        steps = steps_of(pipelines, tile)
-    tma.store_wait(0)
+def add_parts(n, tile, steps, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Have the accelerator add to the sums of dQ each part that the consumers leave of a tile,
+    BY_BOX."""
+    info = pipelines.info
+    first, head = (
+        info.get(tile, FIELD.STATISTICS_TILE),
+        info.get(tile, FIELD.HEAD) * OPTIONS.GROUP_SIZE,
+    )
+    pipelines.claims.consumer_release(tile)
+    for g in range(OPTIONS.GROUP_SIZE):
+        of_head = (head + g) * params.sizes.statistics_tiles + first
+        for m in range(steps):
+            add_part(params, pipelines.sums, n, of_head + m, OPTIONS)
+            n += 1
+    return n

@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_paged_attn.backends.triton.hopper.backward.sums import BY_BOX, add_registers, leave_part
 from torch_paged_attn.backends.triton.hopper.backward.work import STATISTICS_ROWS
+from torch_paged_attn.backends.triton.hopper.common.clear import clear_before
 from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.scores import probabilities
-from torch_paged_attn.backends.triton.hopper.forward.consumer import clear_before
 
 # a named barrier of both consumers: Triton uses the first few for its own
 MEETING = gl.constexpr(8)

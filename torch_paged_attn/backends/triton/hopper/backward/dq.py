@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -30,20 +29,12 @@ from torch_paged_attn.backends.triton.hopper.backward.column_parts import (
     store_sums,
     wait_for_sums,
 )
-from torch_paged_attn.backends.triton.hopper.backward.work import (
-    FIELD,
-    end_claims,
-    load_entry,
-    pass_by,
-    publish,
-    slope_of,
-    steps_of,
-)
+from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, pass_by, slope_of, steps_of
 from torch_paged_attn.backends.triton.hopper.common.scores import (
     ask_for_scores,
     probabilities,
 )
-from torch_paged_attn.backends.triton.hopper.common.tma import load_rows, store_rows
+from torch_paged_attn.backends.triton.hopper.common.tma import store_rows
 
 
 class QueryPipelines(NamedTuple):
@@ -69,109 +60,6 @@ class QueryRows(NamedTuple):
     first_key: Any  # of the first tile of keys that the rows see
     position: Any  # of the first query
     key_len: Any
-
-
-@gluon.jit
-def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.constexpr):
-    """Load the rows of all consumers, from row `first` on, of a sequence that begins at row `start`
-    and has `size` rows."""
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    pipeline.producer_acquire(tile)
-    barrier = pipeline.full_barrier(tile)
-    mbarrier.expect(barrier, desc.block_type.nbytes * CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        box = pipeline.tiles.index(tile % OPTIONS.STAY_STAGES * CONSUMERS + i)
-        load_rows(desc, start, size, first + i * OPTIONS.STAY, head, barrier, box)
-
-
-@gluon.jit
-def _load_passing(desc, pipeline, n, start, size, first, head):
-    """Load fill n: rows from `first` on, of a sequence that begins at row `start` and has `size`
-    rows."""
-    pipeline.producer_acquire(n)
-    barrier = pipeline.full_barrier(n)
-    mbarrier.expect(barrier, desc.block_type.nbytes)
-    load_rows(desc, start, size, first, head, barrier, pipeline.tile(n))
-
-
-@gluon.jit
-def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of queries until there are none. For each, write its numbers for the other warps,
-    and load its queries and the keys that pass by."""
-    pointers, scalars, info, claims = (
-        params.pointers, params.scalars, pipelines.info, pipelines.claims,
-    )  # fmt: skip
-    programs = gl.num_programs(0)
-    num_tiles = gl.load(pointers.tile_list + 1)
-    units = num_tiles * scalars.heads
-    tile = 0
-    n = 0
-    unit = gl.program_id(0)
-    while unit < units:
-        head, b, first_token, q_start, query_len, k_start, key_len, stop_token = load_entry(
-            unit, pointers.tile_list, num_tiles
-        )
-        context_len = key_len - query_len
-        first = 0
-        stop = key_len
-        if OPTIONS.HAS_LEFT:
-            first = gl.maximum(context_len + first_token - scalars.window_left, 0)
-        if OPTIONS.HAS_RIGHT:
-            stop = gl.minimum(stop, context_len + stop_token + scalars.window_right)
-        steps = gl.maximum((stop - first + OPTIONS.PASS - 1) // OPTIONS.PASS, 0)
-        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // 64 + b
-
-        claims.producer_acquire(tile)
-        info.put(tile, FIELD.STEPS, steps)
-        info.put(tile, FIELD.FIRST_PASS, first)
-        info.put(tile, FIELD.FIRST_STAY, first_token)
-        info.put(tile, FIELD.HEAD, head)
-        info.put(tile, FIELD.Q_START, q_start)
-        info.put(tile, FIELD.K_START, k_start)
-        info.put(tile, FIELD.KEY_LEN, key_len)
-        info.put(tile, FIELD.CONTEXT_LEN, context_len)
-        info.put(tile, FIELD.STOP_STAY, stop_token)
-        info.put(tile, FIELD.STATISTICS_TILE, statistics_tile)
-        info.put(tile, FIELD.BATCH, b)
-        publish(claims, tile)
-
-        _load_stay(
-            params.q_desc, pipelines.q, tile, q_start, stop_token, first_token, head, OPTIONS
-        )
-        kv_head = head // OPTIONS.GROUP_SIZE
-        for m in range(steps):
-            key = first + m * OPTIONS.PASS
-            _load_passing(params.k_desc, pipelines.k, n, k_start, key_len, key, kv_head)
-            n += 1
-        tile += 1
-        unit = gl.atomic_add(pointers.tile_list, 1) + programs
-
-    end_claims(pipelines, tile)
-
-
-@gluon.jit
-def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
-    """Load the gradients of the result and the values for every tile that is published."""
-    info, claims = pipelines.info, pipelines.claims
-    n = 0
-    tile = 0
-    steps = steps_of(pipelines, 0)
-    while steps >= 0:
-        q_start, stop_token = info.get(tile, FIELD.Q_START), info.get(tile, FIELD.STOP_STAY)
-        k_start, key_len = info.get(tile, FIELD.K_START), info.get(tile, FIELD.KEY_LEN)
-        first, first_token = info.get(tile, FIELD.FIRST_PASS), info.get(tile, FIELD.FIRST_STAY)
-        head = info.get(tile, FIELD.HEAD)
-        claims.consumer_release(tile)
-        _load_stay(
-            params.dout_desc, pipelines.dout, tile, q_start, stop_token, first_token, head, OPTIONS
-        )
-        kv_head = head // OPTIONS.GROUP_SIZE
-        for m in range(steps):
-            key = first + m * OPTIONS.PASS
-            _load_passing(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head)
-            n += 1
-        tile += 1
-        steps = steps_of(pipelines, tile)
 
 
 @gluon.jit

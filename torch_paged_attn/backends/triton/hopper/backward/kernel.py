@@ -6,29 +6,36 @@ tiles: of keys, for dK and dV (`dkdv.py`), and of queries, for dQ (`dq.py`).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardParams,
     BackwardSizes,
 )
-from torch_paged_attn.backends.triton.hopper.backward.dkdv import consume_keys
-from torch_paged_attn.backends.triton.hopper.backward.dkdv_hdim256 import consume_split_keys
+from torch_paged_attn.backends.triton.hopper.backward.dkdv import work_on_keys
+from torch_paged_attn.backends.triton.hopper.backward.dkdv_hdim256 import work_on_split_keys
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_producer import (
     add_parts,
     keep_keys,
-    produce_gradients,
+    load_gradients,
     produce_queries,
 )
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import KeyPipelines
 from torch_paged_attn.backends.triton.hopper.backward.dq import (
     QueryPipelines,
     consume_queries,
-    produce_gradients_and_values,
+)
+from torch_paged_attn.backends.triton.hopper.backward.dq_producer import (
+    load_gradients_and_values,
     produce_queries_and_keys,
 )
 from torch_paged_attn.backends.triton.hopper.backward.sums import BY_BOX, NONE
-from torch_paged_attn.backends.triton.hopper.backward.work import new_claims
+from torch_paged_attn.backends.triton.hopper.backward.work import new_claims, visit_tiles
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.common.pipeline import (
     Pipeline,
     new_barriers,
@@ -36,38 +43,23 @@ from torch_paged_attn.backends.triton.hopper.common.pipeline import (
 )
 
 
-@gluon.constexpr_function
-def _registers(consumers, of_consumer, others):
-    """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
-    and at most 512 for one thread of each warpgroup together. The last warpgroup are the warps that
-    do not compute."""
-    groups = consumers + 1
-    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * others
-
-
-@gluon.constexpr_function
-def _warps(consumers, others):
-    """Warps of each partition but the first."""
-    return [4] * (consumers - 1) + [1] * others
-
-
 @gluon.jit
 def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     """What partition NUMBER of a program's warps does, with tiles of keys."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
     if OTHER < 0 and OPTIONS.IS_SPLIT:
-        consume_split_keys(params, pipelines, OPTIONS, NUMBER)
+        visit_tiles(params, pipelines, work_on_split_keys, OPTIONS, NUMBER)
     elif OTHER < 0:
-        consume_keys(params, pipelines, OPTIONS, NUMBER)
+        visit_tiles(params, pipelines, work_on_keys, OPTIONS, NUMBER)
     elif OTHER == 0:
         produce_queries(params, pipelines, OPTIONS)
     elif OTHER == 1:
-        produce_gradients(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, load_gradients, OPTIONS, 0)
     elif OTHER == 2:
         keep_keys(params, pipelines, OPTIONS)
     else:
-        add_parts(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, add_parts, OPTIONS, 0)
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -79,7 +71,7 @@ def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     elif OTHER == 0:
         produce_queries_and_keys(params, pipelines, OPTIONS)
     else:
-        produce_gradients_and_values(params, pipelines, OPTIONS)
+        visit_tiles(params, pipelines, load_gradients_and_values, OPTIONS, 0)
         # this kernel may have started before that of dK and dV ended, for which no later kernel
         # waits but through this one
         gl.inline_asm_elementwise(
@@ -156,14 +148,10 @@ def _hopper_backward_keys_kernel(
         sizes, scalars,
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_of_keys, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + OTHERS]
-        ],
-        _warps(CONSUMERS, OTHERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
-    )
+    run_partitions(
+        _of_keys, (params, pipelines, OPTIONS), warps_of(CONSUMERS, OTHERS),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
@@ -189,8 +177,7 @@ def _hopper_backward_queries_kernel(
         q_desc, dout_desc, k_desc, v_desc, None, dq_desc, None, None, pointers, sizes, scalars
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [(_of_queries, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4)[: CONSUMERS + 2]],
-        _warps(CONSUMERS, 2),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, 2),
-    )
+    run_partitions(
+        _of_queries, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 2),
+        registers_of(CONSUMERS, OPTIONS.REGISTERS, 2),
+    )  # fmt: skip

@@ -5,6 +5,7 @@ longest first, and tells the other warps of it: numbers in shared memory, under 
 """
 
 from collections import namedtuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,19 +49,102 @@ def new_claims(READERS: gl.constexpr):
     return info, Pipeline(info.words, info.published, read, TILES_KNOWN)
 
 
+class Entry(NamedTuple):
+    """A tile that stays, as values of the kernel. `start` and `size` are the row of a sequence's
+    first query, or key, and how many there are."""
+
+    head: Any
+    b: Any
+    first: Any
+    q_start: Any
+    query_len: Any
+    k_start: Any
+    key_len: Any
+    context_len: Any
+    stop: Any
+
+
+class Passing(NamedTuple):
+    """What passes by it: the values of `FIELD` with these names."""
+
+    steps: Any
+    first: Any
+    statistics_tile: Any
+    first_live: Any
+
+
 @gluon.jit
-def load_entry(unit, tile_list_ptr, num_tiles):
-    """A unit of work, all tiles of a head before those of the next. Returns its head, sequence and
-    first row, the sequence's first query and their number, its first key and their number, and the
-    row after the tile's last."""
+def _load_entry(unit, tile_list_ptr, num_tiles):
+    """A unit of work, all tiles of a head before those of the next."""
     entry = tile_list_ptr + (1 + unit % num_tiles) * ENTRY
     b, first, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
-    return unit // num_tiles, b, first, q_start, query_len, k_start, key_len, gl.load(entry + 6)
+    head = unit // num_tiles
+    stop = gl.load(entry + 6)
+    context_len = key_len - query_len
+    return Entry(head, b, first, q_start, query_len, k_start, key_len, context_len, stop)
 
 
 @gluon.jit
-def publish(claims, tile):
+def claim_tiles(
+    params, pipelines, FIND: gl.constexpr, LOAD: gl.constexpr, OF_KEYS: gl.constexpr,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """Claim tiles until there are none, and write the numbers of each for the other warps. FIND
+    says what passes by a tile; LOAD loads a part of it, from fill n on, and returns the next n."""
+    pointers, info, claims = params.pointers, pipelines.info, pipelines.claims
+    programs = gl.num_programs(0)
+    num_tiles = gl.load(pointers.tile_list + 1)
+    units = num_tiles * params.scalars.heads
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    while unit < units:
+        at = _load_entry(unit, pointers.tile_list, num_tiles)
+        passing = FIND(at, params, OPTIONS)
+
+        claims.producer_acquire(tile)
+        info.put(tile, FIELD.STEPS, passing.steps)
+        info.put(tile, FIELD.FIRST_PASS, passing.first)
+        info.put(tile, FIELD.FIRST_STAY, at.first)
+        info.put(tile, FIELD.HEAD, at.head)
+        info.put(tile, FIELD.Q_START, at.q_start)
+        if OF_KEYS:
+            info.put(tile, FIELD.QUERY_LEN, at.query_len)
+        info.put(tile, FIELD.K_START, at.k_start)
+        info.put(tile, FIELD.KEY_LEN, at.key_len)
+        info.put(tile, FIELD.CONTEXT_LEN, at.context_len)
+        info.put(tile, FIELD.STOP_STAY, at.stop)
+        info.put(tile, FIELD.STATISTICS_TILE, passing.statistics_tile)
+        info.put(tile, FIELD.BATCH, at.b)
+        if OF_KEYS:
+            info.put(tile, FIELD.FIRST_LIVE, passing.first_live)
+        _publish(claims, tile)
+
+        n = LOAD(n, tile, at, passing, params, pipelines, OPTIONS)
+        tile += 1
+        unit = gl.atomic_add(pointers.tile_list, 1) + programs
+
+    claims.producer_acquire(tile)
+    info.put(tile, FIELD.STEPS, -1)
+    _publish(claims, tile)
+
+
+@gluon.jit
+def visit_tiles(params, pipelines, VISIT: gl.constexpr, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Have VISIT work on every tile that is claimed, from fill n on; it returns the next n. INDEX:
+    number of a consumer, 0 for other warps."""
+    n = 0
+    tile = 0
+    steps = steps_of(pipelines, 0)
+    while steps >= 0:
+        n = VISIT(n, tile, steps, params, pipelines, OPTIONS, INDEX)
+        tile += 1
+        steps = steps_of(pipelines, tile)
+
+
+@gluon.jit
+def _publish(claims, tile):
     """Let the other warps read the numbers of a tile."""
     thread_barrier()  # the thread that arrives has not written all of these
     mbarrier.arrive(claims.full_barrier(tile), count=1)
@@ -76,14 +160,6 @@ def slope_of(b, head, params):
         slope_ptr += head * scalars.stride_alibi_head
         slope = gl.load(slope_ptr, mask=b < params.sizes.batch, other=0.0) * scalars.alibi_scale
     return slope
-
-
-@gluon.jit
-def end_claims(pipelines, tile):
-    """Tell the other warps that there is no tile number `tile`."""
-    pipelines.claims.producer_acquire(tile)
-    pipelines.info.put(tile, FIELD.STEPS, -1)
-    publish(pipelines.claims, tile)
 
 
 @gluon.jit

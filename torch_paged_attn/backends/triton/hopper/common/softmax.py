@@ -16,6 +16,13 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
+def finite(m):
+    """References to subtract: a row that has seen no key keeps -inf, and subtracting 0 instead
+    avoids inf - inf."""
+    return gl.where(m == -float("inf"), 0.0, m)
+
+
+@gluon.jit
 def _pin(x):
     """x, computed before what follows.
 
@@ -56,8 +63,7 @@ def update_softmax(s, m_i, l_i, scale_log2, IS_FUSED: gl.constexpr = True):
     compiler fuses no product with a sum by itself."""
     m_new = gl.maximum(m_i, _row_max(s) * scale_log2)
     m_new = _pin(gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i))
-    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    shift = finite(m_new)
     if IS_FUSED:
         p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     else:
@@ -115,7 +121,6 @@ def with_sink(m_i, total, sink):
     values. In base e: in base two some finite sinks would be infinite.
     """
     m_new = gl.maximum(m_i, sink)
-    # a row that sees no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    shift = finite(m_new)
     shrink = gl.exp2((m_i - shift) * LOG2E)
     return m_new, total * shrink + gl.exp2((sink - shift) * LOG2E), shrink

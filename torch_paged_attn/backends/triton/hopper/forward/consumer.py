@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.hopper.common.clear import clear_before, clear_from
 from torch_paged_attn.backends.triton.hopper.common.results import (
     of_heads,
     place_of_result,
-    seen_as,
     store_float32,
     store_lse,
     store_result,
@@ -109,37 +108,6 @@ def _pingpong_arrive(INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def clear_before(tile, first):
-    """Zero the rows of a tile before row `first`, which nobody sees: 0 times NaN would be NaN."""
-    STEP: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for i in gl.static_range(tile.shape[0] // STEP):
-        rows = tile.slice(i * STEP, STEP)
-        r = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-        rows.store(gl.where(gl.expand_dims(r >= first, 1), rows.load(layout), 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def clear_from(tile, first):
-    """Zero a tile of swizzle atoms from a row on, for the same reason. The row is negative where
-    the tile lies past all keys."""
-    ATOMS: gl.constexpr = tile.shape[1]
-    ACROSS: gl.constexpr = tile.shape[2]
-    ROWS: gl.constexpr = tile.shape[3]
-    WIDTH: gl.constexpr = tile.shape[4]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    apart: gl.constexpr = [ATOMS, 1, 1, ACROSS, ROWS, WIDTH]
-    swizzled: gl.constexpr = tile.layout
-    r = gl.arange(0, ACROSS * ROWS, gl.SliceLayout(1, layout))
-    for i in range(gl.maximum(first, 0) // ROWS, ATOMS):
-        rows = seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
-        is_seen = gl.expand_dims(i * ROWS + r % ROWS < first, 1)
-        rows.store(gl.where(is_seen, rows.load(layout), 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
 def read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
@@ -225,8 +193,14 @@ def leave_result(
 
 
 @gluon.jit
-def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
+def sum_values(
+    q, zeros, scale_log2, rows, n, num_kv_tiles, tile, params, pipelines, OPTIONS: gl.constexpr,
+    INDEX: gl.constexpr, STEP: gl.constexpr = 1, PLACE: gl.constexpr = 0,
+):  # fmt: skip
+    """Of a tile's rows and each STEP-th of its tiles of keys from number PLACE on, which there is
+    and whose first fill is n: weighted sums of values, which the last product still adds to,
+    references, sums of weights, and the last fill. With stretches of keys, also how far the last
+    one's reference is above the others', and what was left of those."""
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -234,15 +208,115 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
     IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
     STRETCH: gl.constexpr = OPTIONS.STRETCH
-    depth: gl.constexpr = 32 if IS_FLOAT8 else 16
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
+    PINGPONG: gl.constexpr = OPTIONS.PINGPONG and STEP == 1
+    scores: gl.constexpr = zeros.type.layout
     across: gl.constexpr = columns_at_once(WIDTH_V, CONVERTS)
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, across, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
-    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, depth // 8)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     dtype: gl.constexpr = values.tiles.dtype
+    kv_start = rows.kv_start - PLACE * OPTIONS.KV_STEP
+    m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
+    l_i = partial_sum(zeros)
+    acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
+    if STRETCH > 0:
+        # how far the last stretch's reference was above that of those before
+        apart = gl.zeros_like(m_i)
+        state = gl.full([], NONE_LEFT, gl.int32)
+        stretch_start = first_key_with(kv_start, STRETCH)
+    keys.consumer_wait_for(n, OPTIONS.GATHERS)
+    k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
+    s = ask_for_scores(q, k, zeros, OPTIONS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if OPTIONS.BY_TOKEN:
+        s = scale_columns(s, n, pipelines.scales, OF_KEYS)
+    keys.consumer_release(n)
+    if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
+        clear_from(values.tile(n), rows.key_len - kv_start)
+    if PLACE == 0 and queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
+        # the last tile's result has left shared memory long since
+        tma.store_wait(0)
+        queries.consumer_release(tile - 1)
+    s = finish_scores(s, _runs_of(rows, kv_start, OPTIONS), rows, params, OPTIONS, True)
+    p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
+    if OPTIONS.BY_TOKEN:
+        p = scale_columns(p, n, pipelines.scales, OF_VALUES)
+    p = gl.convert_layout(p.to(dtype), operand)
+
+    for _ in range(STEP + PLACE, num_kv_tiles, STEP):
+        kv_start -= STEP * OPTIONS.KV_STEP
+        runs = _runs_of(rows, kv_start, OPTIONS)
+        keys.consumer_wait_for(n + STEP, OPTIONS.GATHERS)
+        if PINGPONG:
+            _pingpong_wait(INDEX)
+        k = as_matrix(keys.tile(n + STEP), BLOCK_N, WIDTH).permute((1, 0))
+        s = ask_for_scores(q, k, zeros, OPTIONS)
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
+        v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
+        # the tensor cores are busy with the scores meanwhile
+        if STRETCH > 0:
+            acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
+        else:
+            acc = rescale(acc, shrink)
+        pending = warpgroup_mma(p, v, acc, is_async=True)
+        if PINGPONG:
+            _pingpong_arrive(INDEX, OPTIONS.CONSUMERS)
+        if STRETCH > 0 and kv_start < stretch_start:
+            # what was asked for ends a stretch: its sums are left after the next scores
+            stretch_start = first_key_with(kv_start, STRETCH)
+            ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+            m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
+            m_left, apart = next_reference(m_left, m_i)
+            old, weight = factors(apart)
+            pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight))
+            state = state | FIRST
+            m_i = gl.full_like(m_i, -float("inf"))
+        s = warpgroup_mma_wait(1, deps=[s])
+        if OPTIONS.BY_TOKEN:
+            s = scale_columns(s, n + STEP, pipelines.scales, OF_KEYS)
+        keys.consumer_release(n + STEP)
+        s = finish_scores(s, runs, rows, params, OPTIONS, False)
+        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
+        if OPTIONS.BY_TOKEN:
+            p = scale_columns(p, n + STEP, pipelines.scales, OF_VALUES)
+        acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+        values.consumer_release(n)
+        p = gl.convert_layout(p.to(dtype), operand)
+        n += STEP
+
+    values.consumer_wait_for(n, OPTIONS.GATHERS)
+    v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
+    if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
+        clear_before(v, rows.first_key - kv_start)
+    if STRETCH > 0 and OPTIONS.HAS_LEFT:
+        # a window may begin with a stretch's last keys
+        acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
+    else:
+        acc = scale_rows(acc, shrink)
+    pending = warpgroup_mma(p, v, acc, is_async=True)
+    total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    if STRETCH > 0:
+        return pending, m_i, total, n, apart, state
+    else:
+        return pending, m_i, total, n
+
+
+@gluon.jit
+def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
+    BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
+    IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
+    STRETCH: gl.constexpr = OPTIONS.STRETCH
+    depth: gl.constexpr = 32 if IS_FLOAT8 else 16
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, depth // 8)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    queries, values = pipelines.q, pipelines.v
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
@@ -263,87 +337,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 scale_log2 = factor_of_scores(scale_log2, rows.descale)
         else:
             q = rows.box.reshape([BLOCK_M, WIDTH])
-        kv_start = rows.kv_start
-        m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
-        l_i = partial_sum(zeros)
-        acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
+        found = sum_values(
+            q, zeros, scale_log2, rows, n, num_kv_tiles, tile, params, pipelines, OPTIONS, INDEX
+        )
+        pending, m_i, total, n = found[0], found[1], found[2], found[3]
         if STRETCH > 0:
-            # how far the last stretch's reference was above that of those before
-            apart = gl.zeros_like(m_i)
-            state = gl.full([], NONE_LEFT, gl.int32)
-            stretch_start = first_key_with(kv_start, STRETCH)
-        keys.consumer_wait_for(n, OPTIONS.GATHERS)
-        k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
-        s = ask_for_scores(q, k, zeros, OPTIONS)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if OPTIONS.BY_TOKEN:
-            s = scale_columns(s, n, pipelines.scales, OF_KEYS)
-        keys.consumer_release(n)
-        if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
-            values.consumer_wait_for(n, OPTIONS.GATHERS)
-            clear_from(values.tile(n), rows.key_len - kv_start)
-        if queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
-            # the last tile's result has left shared memory long since
-            tma.store_wait(0)
-            queries.consumer_release(tile - 1)
-        s = finish_scores(s, _runs_of(rows, kv_start, OPTIONS), rows, params, OPTIONS, True)
-        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
-        if OPTIONS.BY_TOKEN:
-            p = scale_columns(p, n, pipelines.scales, OF_VALUES)
-        p = gl.convert_layout(p.to(dtype), operand)
-
-        for _ in range(1, num_kv_tiles):
-            kv_start -= OPTIONS.KV_STEP
-            runs = _runs_of(rows, kv_start, OPTIONS)
-            keys.consumer_wait_for(n + 1, OPTIONS.GATHERS)
-            if OPTIONS.PINGPONG:
-                _pingpong_wait(INDEX)
-            k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
-            s = ask_for_scores(q, k, zeros, OPTIONS)
-            values.consumer_wait_for(n, OPTIONS.GATHERS)
-            v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-            # the tensor cores are busy with the scores meanwhile
-            if STRETCH > 0:
-                acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
-            else:
-                acc = rescale(acc, shrink)
-            pending = warpgroup_mma(p, v, acc, is_async=True)
-            if OPTIONS.PINGPONG:
-                _pingpong_arrive(INDEX, OPTIONS.CONSUMERS)
-            if STRETCH > 0 and kv_start < stretch_start:
-                # what was asked for ends a stretch: its sums are left after the next scores
-                stretch_start = first_key_with(kv_start, STRETCH)
-                ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
-                m_left, apart = next_reference(m_left, m_i)
-                old, weight = factors(apart)
-                pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight))
-                state = state | FIRST
-                m_i = gl.full_like(m_i, -float("inf"))
-            s = warpgroup_mma_wait(1, deps=[s])
-            if OPTIONS.BY_TOKEN:
-                s = scale_columns(s, n + 1, pipelines.scales, OF_KEYS)
-            keys.consumer_release(n + 1)
-            s = finish_scores(s, runs, rows, params, OPTIONS, False)
-            p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
-            if OPTIONS.BY_TOKEN:
-                p = scale_columns(p, n + 1, pipelines.scales, OF_VALUES)
-            acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-            values.consumer_release(n)
-            p = gl.convert_layout(p.to(dtype), operand)
-            n += 1
-
-        values.consumer_wait_for(n, OPTIONS.GATHERS)
-        v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
-            clear_before(v, rows.first_key - kv_start)
-        if STRETCH > 0 and OPTIONS.HAS_LEFT:
-            # a window may begin with a stretch's last keys
-            acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
-        else:
-            acc = scale_rows(acc, shrink)
-        pending = warpgroup_mma(p, v, acc, is_async=True)
-        total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+            apart, state = found[4], found[5]
         stop_token = rows.stop_token
         token = rows.position - rows.context_len
         at = (r, token, of_heads(token < stop_token, r, OPTIONS), rows.is_sequence)

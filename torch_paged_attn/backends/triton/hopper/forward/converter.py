@@ -16,11 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_paged_attn.backends.triton.hopper.common.clear import clear_before
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD
-from torch_paged_attn.backends.triton.hopper.forward.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.forward.producer import key_range_of
 from torch_paged_attn.backends.triton.hopper.forward.token_scales import keep_scales, load_scales
 

@@ -11,6 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipelines, new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info
@@ -34,22 +39,6 @@ from torch_paged_attn.backends.triton.hopper.schedule.stretches import new_left
 
 # consumers come first, then this many producers
 PRODUCERS = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def _registers(consumers, of_consumer, converts):
-    """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
-    and at most 512 for one thread of each warpgroup together. The producers are one warpgroup."""
-    converter = [CONVERTER_REGISTERS.value] if converts else []
-    groups = consumers + len(converter) + 1
-    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
-    return [of_consumer] * (consumers - 1) + converter + [left] * PRODUCERS.value
-
-
-@gluon.constexpr_function
-def _warps(consumers, converts):
-    """Warps of each partition but the first."""
-    return [4] * (consumers - 1 + converts) + [1] * PRODUCERS.value
 
 
 @gluon.jit
@@ -153,11 +142,10 @@ def _hopper_attention_fwd_kernel(
     )  # fmt: skip
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + CONVERTS_V + PRODUCERS]
-        ],
-        _warps(CONSUMERS, CONVERTS_V),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, CONVERTS_V),
-    )
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS),
+        warps_of(CONSUMERS + CONVERTS_V, PRODUCERS),
+        registers_of(
+            CONSUMERS, OPTIONS.REGISTERS, PRODUCERS, [CONVERTER_REGISTERS] * CONVERTS_V
+        ),
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
@@ -19,22 +18,16 @@ from torch_paged_attn.backends.triton.hopper.common.results import (
     place_of_result,
     store_result,
 )
-from torch_paged_attn.backends.triton.hopper.common.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.common.softmax import (
-    partial_sum,
-    rescale,
+    finite,
     scale_rows,
-    update_softmax,
 )
-from torch_paged_attn.backends.triton.hopper.common.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.forward.consumer import (
-    clear_before,
-    clear_from,
     leave_result,
     read_rows,
+    sum_values,
 )
-from torch_paged_attn.backends.triton.hopper.schedule.pieces import finite
 
 # consumers of the same rows
 SHARING = gl.constexpr(2)
@@ -163,65 +156,17 @@ def _sum_values(
     INDEX: gl.constexpr,
 ):  # fmt: skip
     """Weighted sums of values, references and sums of weights of this consumer's tiles of keys, of
-    which there is at least one. The loop is that of `consumer.consume`."""
+    which there is at least one."""
+    gl.static_assert(OPTIONS.STRETCH == 0 and not OPTIONS.CONVERTS_V)
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
-    queries, keys, values = pipelines.q, pipelines.k, pipelines.v
-    dtype: gl.constexpr = values.tiles.dtype
-    scale_log2 = params.scalars.scale_log2
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     q = rows.box.reshape([BLOCK_M, OPTIONS.WIDTH])
-    n = first_fill + INDEX
-    kv_start = rows.kv_start - INDEX * OPTIONS.KV_STEP
-    m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
-    l_i = partial_sum(zeros)
-    acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-    keys.consumer_wait_for(n, OPTIONS.GATHERS)
-    k = as_matrix(keys.tile(n), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
-    s = ask_for_scores(q, k, zeros, OPTIONS)
-    s = warpgroup_mma_wait(0, deps=[s])
-    keys.consumer_release(n)
-    if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
-        values.consumer_wait_for(n, OPTIONS.GATHERS)
-        clear_from(values.tile(n), rows.key_len - kv_start)
-    if INDEX == 0 and queries.STAGES > 1 and tile > 0:
-        # the last tile's result has left shared memory long since
-        tma.store_wait(0)
-        queries.consumer_release(tile - 1)
-    s = finish_scores(s, (kv_start,), rows, params, OPTIONS, True)
-    p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, True)
-    p = gl.convert_layout(p.to(dtype), operand)
-
-    for _ in range(SHARING + INDEX, num_kv_tiles, SHARING):
-        kv_start -= SHARING * OPTIONS.KV_STEP
-        keys.consumer_wait_for(n + SHARING, OPTIONS.GATHERS)
-        k = as_matrix(keys.tile(n + SHARING), BLOCK_N, OPTIONS.WIDTH).permute((1, 0))
-        s = ask_for_scores(q, k, zeros, OPTIONS)
-        values.consumer_wait_for(n, OPTIONS.GATHERS)
-        v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        # the tensor cores are busy with the scores meanwhile
-        acc = rescale(acc, shrink)
-        pending = warpgroup_mma(p, v, acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-        keys.consumer_release(n + SHARING)
-        s = finish_scores(s, (kv_start,), rows, params, OPTIONS, False)
-        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, True)
-        acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-        values.consumer_release(n)
-        p = gl.convert_layout(p.to(dtype), operand)
-        n += SHARING
-
-    values.consumer_wait_for(n, OPTIONS.GATHERS)
-    v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-    if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
-        clear_before(v, rows.first_key - kv_start)
-    acc = scale_rows(acc, shrink)
-    pending = warpgroup_mma(p, v, acc, is_async=True)
-    total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    pending, m_i, total, n = sum_values(
+        q, zeros, params.scalars.scale_log2, rows, first_fill + INDEX, num_kv_tiles, tile, params,
+        pipelines, OPTIONS, INDEX, SHARING, INDEX,
+    )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[pending])
-    values.consumer_release(n)
+    pipelines.v.consumer_release(n)
     return acc, m_i, total

@@ -12,6 +12,12 @@ class MlaPointers(NamedTuple):
     seqused_k: Any
     block_table: Any
     parts: Any  # workspace for tiles whose keys several programs share: see `combine.py`
+    # only for keys of 8 bits
+    q: Any = None  # (total_q, num_heads, 576)
+    out: Any = None  # (total_q, num_heads, 512), contiguous
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 class MlaSizes(NamedTuple):
@@ -30,6 +36,12 @@ class MlaScalars(NamedTuple):
     num_heads: int
     page_rows: int  # slots from one page to the next
     scale_log2: float  # from scores to exponents of two
+    # only for keys of 8 bits: strides of queries, and of descales, 0 where one is shared
+    q_token: int | None = None
+    q_head: int | None = None
+    q_descale_batch: int | None = None
+    k_descale_batch: int | None = None
+    v_descale_batch: int | None = None
 
 
 class MlaOptions(NamedTuple):
@@ -43,14 +55,14 @@ class MlaOptions(NamedTuple):
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
     COLUMN_BOXES: int  # in which a quarter arrives (`pipeline.py`); 1 for keys of 8 bits
-    ROWS: int = 64  # of a tile of queries
-    UNIT_KEYS: int = 128  # of a unit of work: see `producer.py`
-    PROGRAMS: int = 1  # that a multiprocessor has room for
-    # only for keys of 8 bits: their format (`dequant.py`), consumers of a program, and blocks of
-    # keys for which a program has room
-    FORMAT: str = ""
-    CONSUMERS: int = 2
-    STAGES: int = 0
+    ROWS: int  # of a tile of queries
+    UNIT_KEYS: int  # of a unit of work: see `shares.py`
+    PROGRAMS: int  # that a multiprocessor has room for
+    CONSUMERS: int  # of a program
+    # only for keys of 8 bits: their format (`dequant.py`), and blocks of keys for which a program
+    # has room
+    FORMAT: str
+    STAGES: int
     # windows, which `scores.mask_window` asks for and this kernel does not have
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False
@@ -62,51 +74,13 @@ class MlaOptions(NamedTuple):
 class MlaParams(NamedTuple):
     """All that the host passes, as the warps of a program share it."""
 
-    # boxes of 256 columns (of keys, fewer: a column box), and of the 64 columns past the values
+    # boxes of 256 columns, and of the 64 columns past the values; None for keys of 8 bits
     q_desc: Any
     q_rope_desc: Any
+    # boxes of fewer columns, and of the 64 columns past the values
     k_desc: Any
     k_rope_desc: Any
-    out_desc: Any
+    out_desc: Any  # None for keys of 8 bits
     pointers: MlaPointers
     sizes: MlaSizes
     scalars: MlaScalars
-
-
-class MlaBytesPointers(NamedTuple):
-    """Memory reached by address where keys have 8 bits: that of `MlaPointers`, and more."""
-
-    lse: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_k: Any
-    block_table: Any
-    parts: Any
-    q: Any  # (total_q, num_heads, 576)
-    out: Any  # (total_q, num_heads, 512), contiguous
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-
-
-class MlaBytesScalars(NamedTuple):
-    """Numbers that follow from the description of such a call."""
-
-    num_heads: int
-    page_rows: int
-    scale_log2: float
-    q_token: int  # strides of queries
-    q_head: int
-    q_descale_batch: int  # strides of descales, 0 where one is shared
-    k_descale_batch: int
-    v_descale_batch: int
-
-
-class MlaBytesParams(NamedTuple):
-    """All that the host passes where keys have 8 bits."""
-
-    k_desc: Any  # boxes of 128 columns
-    k_rope_desc: Any  # boxes of the 64 columns past the values
-    pointers: MlaBytesPointers
-    sizes: MlaSizes
-    scalars: MlaBytesScalars

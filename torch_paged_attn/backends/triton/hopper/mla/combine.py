@@ -39,7 +39,7 @@ class TokenParts(NamedTuple):
 @triton.jit
 def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
     """Of sequences b: first query, number of queries, and units of work of one tile of queries, as
-    `producer.py` counts them."""
+    `shares.py` counts them."""
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
     _, key_len = key_span(

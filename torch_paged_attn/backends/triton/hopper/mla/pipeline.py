@@ -187,6 +187,7 @@ class LatentPipelines(NamedTuple):
     exchange: Any
     work_info: Any
     seen: Any = None
+    weights: Any = None  # of a block, for few heads
 
 
 @gluon.jit
@@ -228,3 +229,11 @@ def new_seen_keys():
     limits = gl.allocate_shared_memory(gl.float32, [2, KEYS], layout)
     whole = gl.allocate_shared_memory(gl.int32, [2, 4], layout)
     return SeenKeys(limits, whole, new_barriers(2, 1))
+
+
+@gluon.jit
+def new_weights(dtype: gl.constexpr, WEIGHTS: gl.constexpr):
+    """Room for so many weights of each of a block's keys."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    shape: gl.constexpr = [WEIGHTS, KEYS]
+    return gl.allocate_shared_memory(dtype, shape, swizzled)

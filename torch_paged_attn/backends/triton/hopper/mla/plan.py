@@ -4,32 +4,31 @@ of the 576 columns of its keys, and few queries a sequence.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
-from torch_paged_attn.backends.triton.hopper.mla import plan_8bit as mla_bytes
 from torch_paged_attn.backends.triton.hopper.mla.arguments import (
     MlaOptions,
     MlaPointers,
     MlaScalars,
 )
 from torch_paged_attn.backends.triton.hopper.mla.work import (
+    BESIDE_8_BITS,
     HEAD_DIM,
     HEAD_DIM_V,
     READ_BY_ADDRESS,
-    LatentLaunch,
     combine_launch,
     keys_of,
+    options_of,
     part_elements,
     programs_of,
     sizes_of,
 )
 from torch_paged_attn.backends.triton.hopper.support import (
-    BLOCK_M,
     DESCALES,
     IN_8_BITS,
     IN_16_BITS,
@@ -45,18 +44,12 @@ from torch_paged_attn.backends.triton.hopper.support import (
     unsupported_device,
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
 
-# columns of the result that a consumer computes; columns of keys that are no values
-HALF, ROPE = 256, 64
-
-# registers of a consumer's thread
-REGISTERS = 232
-
-# boxes in which the columns of half a block of keys arrive
-COLUMN_BOXES = 4
+# columns of the result that a consumer computes; columns of keys that are no values; of keys of
+# 8 bits, columns of a box
+HALF, ROPE, BOX = 256, 64, 128
 
 # calls for which this kernel was timed and is faster than the portable one: rows of a sequence and
 # room for its keys, at least; mean queries of a sequence, at most
@@ -110,25 +103,6 @@ def unprofitable(call: AttentionCall) -> str | None:
     return None
 
 
-def options_of(call: AttentionCall) -> MlaOptions:
-    """What the kernels are compiled for."""
-    if converts(call):
-        return mla_bytes.options_of(call)
-    packed = min(next_power_of_2(call.num_heads), BLOCK_M)
-    page_size = call.page_size
-    return MlaOptions(
-        TOKENS=BLOCK_M // packed,
-        PACKED_HEADS=packed,
-        HEAD_TILES=-(-call.num_heads // packed),
-        PAGE_SIZE=page_size,
-        # the largest power of two that divides a page
-        BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
-        IS_CAUSAL=call.window_right == 0,
-        REGISTERS=REGISTERS,
-        COLUMN_BOXES=COLUMN_BOXES,
-    )
-
-
 def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list. It runs
     `otherwise` if the values are no columns of the keys but lie elsewhere, which the description of
@@ -152,37 +126,65 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     return run
 
 
-def _latent_launch(
-    call: AttentionCall, out: Tensor, options: MlaOptions, programs: int
-) -> LatentLaunch:
-    """The launch of the kernel for keys of 16 bits, for calls like this one with a result like
-    `out`."""
-    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
-    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
-
-    k = keys_of(call)
-    rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
-    widths = HALF // options.COLUMN_BOXES, ROPE
-    boxes = [
-        *(("q", ragged_rows(call.q, **rows, width=width)) for width in (HALF, ROPE)),
-        *(("k", ragged_rows(k, options.BOX_ROWS, 1, width)) for width in widths),
-        ("out", ragged_rows(out, **rows, width=HALF)),
-    ]
+def scalars_of(call: AttentionCall) -> MlaScalars:
+    """Numbers that follow from the description of a call."""
     scalars = MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
     )
-    launch = Launch(
+    if not converts(call):
+        return scalars
+    # descales are one number, or (batch, 1): one for each sequence and the KV head
+    given = [getattr(call, name) for name in DESCALES]
+    strides = [0 if x is None or x.dim() < 2 else x.stride(0) for x in given]
+    return scalars._replace(
+        q_token=call.q.stride(0),
+        q_head=call.q.stride(1),
+        q_descale_batch=strides[0],
+        k_descale_batch=strides[1],
+        v_descale_batch=strides[2],
+    )
+
+
+class Map(NamedTuple):
+    """A tensor map that the kernel takes."""
+
+    number: int  # among the kernel's maps
+    name: str  # of the tensor whose it is
+    boxes: Any
+
+
+def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map | None]:
+    """The kernel's tensor maps for a result like `out`; None for one that it does not take."""
+    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+
+    k, width = keys_of(call), BOX if converts(call) else HALF // options.COLUMN_BOXES
+    of_keys = [("k", ragged_rows(k, options.BOX_ROWS, 1, x)) for x in (width, ROPE)]
+    if converts(call):
+        return [None, None, *(Map(i, *x) for i, x in enumerate(of_keys)), None]
+    rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
+    of_queries = [("q", ragged_rows(call.q, **rows, width=x)) for x in (HALF, ROPE)]
+    of_all = *of_queries, *of_keys, ("out", ragged_rows(out, **rows, width=HALF))
+    return [Map(i, *x) for i, x in enumerate(of_all)]
+
+
+def _latent_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
+    """The launch of the first kernel."""
+    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
+
+    # two programs of eight warps each share a multiprocessor's registers
+    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
+    return Launch(
         _hopper_mla_fwd_kernel,
         (programs,),
         **sizes_of(call)._asdict(),
-        scalars=scalars,
+        scalars=scalars_of(call),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
+        **most,
     )
-    return LatentLaunch(launch, boxes, MlaPointers)
 
 
 def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
@@ -191,15 +193,13 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     options = options_of(call)
     programs = programs_of(call, options)
     new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
-    if converts(call):
-        launch, boxes, pointers_of, more = mla_bytes.latent_launch(call, options, programs)
-    else:
-        launch, boxes, pointers_of, more = _latent_launch(call, out, options, programs)
+    launch, maps = _latent_launch(call, options, programs), _maps_of(call, out, options)
     combine = combine_launch(call, options, programs)
     # behind the given tensors, `start` puts None for one that is not given, and the result
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
-    taken = (*READ_BY_ADDRESS, *more)
+    by_address = BESIDE_8_BITS if converts(call) else ("",) * len(BESIDE_8_BITS)
+    taken = (*READ_BY_ADDRESS, *by_address)
     pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
     count = len(READ_BY_ADDRESS)
 
@@ -208,15 +208,17 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q, k = (x.data_ptr() for x in tensors[:2])
             at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
-            pointers = pointers_of(lse, *given[:count], parts, *given[count:])
-            launch(*(x.at(at[name]) for name, x in boxes), pointers)
+            pointers = MlaPointers._make((lse, *given[:count], parts, *given[count:]))
+            launch(*(x and x.boxes.at(at[x.name]) for x in maps), pointers)
             combine(out, pointers)
             return
         boxes_at, given = launch.map_arguments, pick((*addresses, None, to))
         at = {"q": addresses[0], "k": addresses[1], "out": to}
         memory = lse.data_ptr(), *given[:count], parts.data_ptr(), *given[count:]
-        maps = [y for i, (name, x) in enumerate(boxes) for y in boxes_at(i, x, at[name])]
-        launch.start(*maps, memory)
+        described: list[Any] = []
+        for x in maps:
+            described += [None] if x is None else boxes_at(x.number, x.boxes, at[x.name])
+        launch.start(*described, memory)
         combine.start(to, memory)
 
     return start

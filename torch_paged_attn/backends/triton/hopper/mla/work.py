@@ -1,19 +1,24 @@
-"""What both kernels of latent attention have in common (of keys in 16 and in 8 bits): how many
-programs share the keys, and the launch of the second kernel, which adds up the parts that they
-leave.
+"""How the work of latent attention is cut: what the kernel is compiled in for keys of 16 and of 8
+bits, how many programs share the keys, and the launch of the second kernel, which adds up the parts
+that they leave.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.dequant import PAIRED
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaOptions, MlaSizes
-from torch_paged_attn.backends.triton.hopper.support import key_bound
+from torch_paged_attn.backends.triton.hopper.support import (
+    DESCALES,
+    converts,
+    key_bound,
+    mean_length,
+)
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 
 # columns of keys; the first 512 are the values
 HEAD_DIM, HEAD_DIM_V = 576, 512
@@ -29,16 +34,63 @@ LEAST_BUSY = 16
 READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
-class LatentLaunch(NamedTuple):
-    """The launch of one of the kernels, and what it takes: tensor maps, each with the name of the
-    tensor whose it is, and `pointers`, whose fields are lse, READ_BY_ADDRESS, the parts, and what
-    has the names `more`.
-    """
+# and beside keys of 8 bits, in the order of the fields behind the parts
+BESIDE_8_BITS = ("q", "out", *DESCALES)
 
-    launch: Launch
-    boxes: list[tuple[str, Any]]
-    pointers: Callable[..., Any]
-    more: tuple[str, ...] = ()
+# keys of a block
+KEYS = 64
+
+# boxes in which the columns of half a block of keys of 16 bits arrive
+COLUMN_BOXES = 4
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled in for a number of rows of a sequence."""
+
+    rows: int  # of a tile of queries
+    consumers: int  # of a program
+    programs: int  # of a multiprocessor
+    stages: int  # blocks of keys of 8 bits for which a program has room
+    registers: int  # of a consumer's thread
+
+
+OF_16_BITS = Form(64, 2, 1, 0, 232)
+
+# of keys of 8 bits, by the most rows of a sequence that the form is for; and the form for more
+# rows, of several tiles
+FORMS = {16: Form(16, 1, 2, 2, 216), 32: Form(32, 2, 1, 4, 232)}
+OF_MANY_ROWS = Form(32, 1, 2, 2, 216)
+
+
+def form_of(call: AttentionCall) -> Form:
+    """The form for the rows of a sequence of mean length."""
+    if not converts(call):
+        return OF_16_BITS
+    rows = next_power_of_2(call.num_heads) * mean_length(call)
+    return next((FORMS[n] for n in sorted(FORMS) if n >= rows), OF_MANY_ROWS)
+
+
+def options_of(call: AttentionCall) -> MlaOptions:
+    """What the kernels are compiled for."""
+    form, page_size = form_of(call), call.page_size
+    packed = min(next_power_of_2(call.num_heads), form.rows)
+    return MlaOptions(
+        TOKENS=form.rows // packed,
+        PACKED_HEADS=packed,
+        HEAD_TILES=-(-call.num_heads // packed),
+        PAGE_SIZE=page_size,
+        # the largest power of two that divides a page
+        BOX_ROWS=min(page_size & -page_size, KEYS) if page_size else KEYS,
+        IS_CAUSAL=call.window_right == 0,
+        REGISTERS=form.registers,
+        COLUMN_BOXES=1 if converts(call) else COLUMN_BOXES,
+        ROWS=form.rows,
+        UNIT_KEYS=KEYS * form.consumers,
+        PROGRAMS=form.programs,
+        CONSUMERS=form.consumers,
+        FORMAT=PAIRED[call.k.dtype] if converts(call) else "",
+        STAGES=form.stages,
+    )
 
 
 def keys_of(call: AttentionCall) -> Tensor:

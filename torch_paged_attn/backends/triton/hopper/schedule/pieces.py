@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.hopper.common.results import of_heads, store_lse
+from torch_paged_attn.backends.triton.hopper.common.softmax import finite
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.schedule.stretches import (
     factors,
@@ -106,8 +107,27 @@ def part_number(first, piece, step, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.constexpr):
-    """Write sums, references and sums of weights of a piece as part number `part`."""
+def parts_of(pieces, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """The parts of a tile's rows of consumer INDEX, as many as it has pieces."""
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
+    # parts of the heads lie side by side
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    first = work_info.get(tile, WORD.FIRST_PART)
+    step = 2 * ROW_GROUPS
+    if not OPTIONS.IS_DEALT:
+        first = first * heads + work_info.get(tile, WORD.HEAD) // OPTIONS.PACKED_HEADS
+        step = heads * ROW_GROUPS
+    values = OPTIONS.MOST_PARTS * ROW_GROUPS * OPTIONS.BLOCK_M * OPTIONS.WIDTH_V
+    return Parts(first * ROW_GROUPS + INDEX, step, pieces, params.pointers.parts + values)
+
+
+@gluon.jit
+def leave_part(sums, piece, parts, rows, pointers, OPTIONS: gl.constexpr):
+    """Write sums, references and sums of weights of a piece as its part. Returns the counter of the
+    tile's parts that are there, which this one is not yet in."""
+    acc, m_i, total = sums
+    part = part_number(parts.first, piece, parts.step, OPTIONS)
+    references = parts.references
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     result: gl.constexpr = acc.type.layout
@@ -121,6 +141,12 @@ def leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.co
     gl.store(pointers.parts + part * (ROWS * WIDTH) + row * WIDTH + column, acc, mask=exists)
     gl.store(references + part * (2 * ROWS) + r, m_i)
     gl.store(references + part * (2 * ROWS) + ROWS + r, total)
+    # every thread has written before one of them counts
+    thread_barrier()
+    if OPTIONS.IS_LISTED:
+        return pointers.tile_list + ENTRY + parts.first
+    else:
+        return pointers.counters + parts.first
 
 
 @gluon.jit
@@ -134,31 +160,12 @@ def merge_pieces(
     `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
     sums of weights; `at` is as for `results.store_lse`.
     """
-    acc, m_i, total = sums
-    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
-    ROWS: gl.constexpr = acc.shape[0]
-    WIDTH: gl.constexpr = acc.shape[1]
-    by_row: gl.constexpr = m_i.type.layout
+    ROWS: gl.constexpr = OPTIONS.BLOCK_M
+    by_row: gl.constexpr = sums[1].type.layout
     pointers = params.pointers
     pieces = work_info.get(tile, WORD.PIECES)
-    # parts of the heads lie side by side
-    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    first_part = work_info.get(tile, WORD.FIRST_PART)
-    step = 2 * ROW_GROUPS
-    if not OPTIONS.IS_DEALT:
-        first_part = first_part * heads + work_info.get(tile, WORD.HEAD) // OPTIONS.PACKED_HEADS
-        step = heads * ROW_GROUPS
-    first_part = first_part * ROW_GROUPS + INDEX
-    references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH
-    parts = Parts(first_part, step, pieces, references)
-    part = part_number(first_part, work_info.get(tile, WORD.PIECE), step, OPTIONS)
-    leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
-    # every thread has written before one of them counts
-    thread_barrier()
-    if OPTIONS.IS_DEALT:
-        counter = pointers.counters + first_part
-    else:
-        counter = pointers.tile_list + ENTRY + first_part
+    parts = parts_of(pieces, params, work_info, tile, OPTIONS, INDEX)
+    counter = leave_part(sums, work_info.get(tile, WORD.PIECE), parts, rows, pointers, OPTIONS)
     stop = rows.stop_token
     if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
         if OPTIONS.IS_DEALT:
@@ -169,8 +176,9 @@ def merge_pieces(
         total = gl.zeros([ROWS], gl.float32, by_row)
         for i in range(0, pieces, AT_ONCE):
             for j in gl.static_range(AT_ONCE):
-                part = part_number(first_part, place_of(i + j, pieces, OPTIONS), step, OPTIONS)
-                m_part, total_part = _part_of_rows(references, part, r, ROWS)
+                number = place_of(i + j, pieces, OPTIONS)
+                part = part_number(parts.first, number, parts.step, OPTIONS)
+                m_part, total_part = _part_of_rows(parts.references, part, r, ROWS)
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
                 if OPTIONS.STRETCH > 0:
                     m_part = gl.where(i + j < pieces, m_part, -float("inf"))
@@ -183,7 +191,7 @@ def merge_pieces(
                     total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
                     m_all = m_new
         share = store_lse(m_all, total, at, rows, params, OPTIONS)
-        for first in gl.static_range(0, WIDTH, COLUMNS):
+        for first in gl.static_range(0, OPTIONS.WIDTH_V, COLUMNS):
             _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
         stop = stop * 0
@@ -198,12 +206,6 @@ def place_of(i, pieces, OPTIONS: gl.constexpr):
     if OPTIONS.STRETCH > 0:
         i = pieces - 1 - i
     return i
-
-
-@gluon.jit
-def finite(m):
-    """Rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf."""
-    return gl.where(m == -float("inf"), 0.0, m)
 
 
 @gluon.jit

@@ -11,16 +11,16 @@ from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.common.arrivals import arrive
 from torch_paged_attn.backends.triton.hopper.common.results import of_heads, store_lse
-from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
+from torch_paged_attn.backends.triton.hopper.common.softmax import finite
+from torch_paged_attn.backends.triton.hopper.common.work_info import WORD
 from torch_paged_attn.backends.triton.hopper.schedule.pieces import (
-    Parts,
-    finite,
     leave_part,
     part_number,
+    parts_of,
+    pieces_in,
     place_of,
 )
 from torch_paged_attn.backends.triton.hopper.schedule.stretches import factors, fold, next_reference
-from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTRY
 
 # how many parts a consumer asks for together: MANY of few rows, or FEW of many rows
 MANY, FEW = gl.constexpr(16), gl.constexpr(4)
@@ -51,32 +51,11 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
     sums of weights.
     """
-    acc, m_i, total = sums
-    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
-    ROWS: gl.constexpr = acc.shape[0]
-    WIDTH: gl.constexpr = acc.shape[1]
-    pointers = params.pointers
     piece = work_info.get(tile, WORD.PIECE)
     word = work_info.get(tile, WORD.PIECES)
-    pieces = word & 0xFFFF
-    # parts of the heads lie side by side
-    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    first_part = work_info.get(tile, WORD.FIRST_PART)
-    step = 2 * ROW_GROUPS
-    if not OPTIONS.IS_DEALT:
-        first_part = first_part * heads + work_info.get(tile, WORD.HEAD) // OPTIONS.PACKED_HEADS
-        step = heads * ROW_GROUPS
-    first_part = first_part * ROW_GROUPS + INDEX
-    references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH
-    parts = Parts(first_part, step, pieces, references)
-    part = part_number(first_part, piece, step, OPTIONS)
-    leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
-    # every thread has written before one of them counts
-    thread_barrier()
-    if OPTIONS.IS_LISTED:
-        counter = pointers.tile_list + ENTRY + first_part
-    else:
-        counter = pointers.counters + first_part
+    pieces = pieces_in(word, OPTIONS)
+    parts = parts_of(pieces, params, work_info, tile, OPTIONS, INDEX)
+    counter = leave_part(sums, piece, parts, rows, params.pointers, OPTIONS)
     tokens = gl.minimum(rows.stop_token - rows.first_token, OPTIONS.TOKENS)
     num_rows = gl.maximum(tokens, 0) * OPTIONS.PACKED_HEADS
     first, stop = _arrive(counter, piece, pieces, word >> 16, num_rows, OPTIONS)

@@ -14,25 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, RESCALE_THRESHOLD
+from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, RESCALE_THRESHOLD, finite
 from torch_paged_attn.backends.triton.hopper.common.work_info import (
     WORD,
-    new_work_info,
     thread_barrier,
 )
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
     HALF,
     KEYS,
     ROPE,
-    LatentPipelines,
-    new_keys,
-    new_queries,
-    new_seen_keys,
     opaque_zero,
 )
-from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected.consumer import add_sink
-from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
 
 # heads of the smallest tile, which takes the time of its copies
 LEAST_HEADS = gl.constexpr(8)
@@ -76,8 +69,7 @@ def fold_few(s, m_i, l_i, params):
     the weights, both, and the factors of earlier sums."""
     m_new = gl.maximum(m_i, gl.max(s, 0) * params.scalars.scale_log2)
     m_new = gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i)
-    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    shift = finite(m_new)
     p = gl.exp2(s * params.scalars.scale_log2 - gl.expand_dims(shift, 0))
     shrink = gl.exp2(m_i - shift)
     sums = thread_sums(p)
@@ -87,14 +79,12 @@ def fold_few(s, m_i, l_i, params):
 
 
 @gluon.jit
-def _fold_block(
-    n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS: gl.constexpr,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
+def fold_block(n, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
     """Fold block number BLOCK of pair n into the heads' references and partial sums of weights, and
     into the sums of values, whose columns are two halves."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    keys = pipelines.k
+    keys, probabilities = pipelines.k, pipelines.weights
+    low, high = values
     result: gl.constexpr = low.type.layout
     s = gl.zeros([KEYS, HEADS], gl.float32, products_layout(HEADS))
     s = _add_scores(s, n, pipelines, OPTIONS, 2 * BLOCK)
@@ -125,7 +115,7 @@ def _fold_block(
         low, high = warpgroup_mma_wait(0, deps=[low, high])
         keys.release(2 * BLOCK)
     keys.release(2 * BLOCK + 1)
-    return m_new, l_i, low, high
+    return m_new, l_i, (low, high)
 
 
 @gluon.constexpr_function
@@ -187,8 +177,9 @@ def finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr)
 
 
 @gluon.jit
-def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
-    """Compute every tile of queries."""
+def consume_few(params, pipelines, FOLD: gl.constexpr, PARTS: gl.constexpr, OPTIONS: gl.constexpr):
+    """Compute every tile of queries. Sums of values are PARTS equal parts of the columns, and FOLD
+    adds a block of keys to them."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     layout: gl.constexpr = products_layout(HEADS)
     by_head: gl.constexpr = gl.SliceLayout(0, layout)
@@ -200,55 +191,13 @@ def _consume_few(params, pipelines, probabilities, OPTIONS: gl.constexpr):
     while pairs > 0:
         m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
         l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
-        low = gl.zeros([HALF, HEADS], gl.float32, layout)
-        high = gl.zeros([HALF, HEADS], gl.float32, layout)
+        values = (gl.zeros([2 * HALF // PARTS, HEADS], gl.float32, layout),) * PARTS
         for _ in range(pairs):
-            m_i, l_i, low, high = _fold_block(
-                n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS, 0
-            )
-            m_i, l_i, low, high = _fold_block(
-                n, m_i, l_i, low, high, params, pipelines, probabilities, OPTIONS, 1
-            )
+            m_i, l_i, values = FOLD(n, m_i, l_i, values, params, pipelines, OPTIONS, 0)
+            m_i, l_i, values = FOLD(n, m_i, l_i, values, params, pipelines, OPTIONS, 1)
             n += 1
         pipelines.q.release()
-        finish_few(tile, m_i, l_i, (low, high), params, pipelines, OPTIONS)
+        finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS)
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, WORD.NUM_KV_TILES)
-
-
-@gluon.jit
-def _run_partition(params, pipelines, probabilities, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """What partition NUMBER of a program's warps does."""
-    if NUMBER == 0:
-        _consume_few(params, pipelines, probabilities, OPTIONS)
-    else:
-        produce_lists(params, pipelines, OPTIONS)
-
-
-@gluon.jit(do_not_specialize=ListSizes._fields)
-def _hopper_selected_few_heads_kernel(
-    q_desc, q_rope_desc, pointers,
-    total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-    stride_table, units, unit_pairs,
-    scalars,
-    OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """The arguments are those of `_hopper_selected_fwd_kernel`."""
-    queries = new_queries(q_desc, q_rope_desc, OPTIONS, 1)
-    keys = new_keys(q_desc, q_rope_desc, OPTIONS)
-    pipelines = LatentPipelines(queries, keys, None, new_work_info(2), new_seen_keys())
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    shape: gl.constexpr = [OPTIONS.PACKED_HEADS, KEYS]
-    probabilities = gl.allocate_shared_memory(q_desc.dtype, shape, swizzled)
-    sizes = ListSizes(
-        total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-        stride_table, units, unit_pairs,
-    )  # fmt: skip
-    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
-    fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, probabilities, OPTIONS, i)) for i in (0, 1)],
-        [4],
-        [128],
-    )

@@ -13,28 +13,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
+from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
     HALF,
     KEYS,
     ROPE,
-    new_queries,
     opaque_zero,
 )
-from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
-    finish_few,
     fold_few,
     products_layout,
-    thread_sums,
 )
-from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     GROUPS,
     SCALE_STAGES,
     SCALED,
-    convert_latents,
-    new_stored_pipelines,
 )
 
 
@@ -77,13 +70,13 @@ def _scale(scales, C: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _fold_block(
-    n, m_i, l_i, values, params, pipelines, weights, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
+def fold_converted(
+    n, m_i, l_i, values, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
 ):
     """Fold block BLOCK of pair n into the heads' references, partial sums of weights, and sums of
     values of each group of columns."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    keys = pipelines.k
+    keys, weights = pipelines.k, pipelines.weights
     result: gl.constexpr = values[0].type.layout
     block = 2 * n + BLOCK
     scales = pipelines.scales.index(block % SCALE_STAGES)
@@ -112,83 +105,3 @@ def _add_values(acc, block, C: gl.constexpr, keys, weights, OPTIONS: gl.constexp
     v = keys.tile(GROUPS * block + C).permute((1, 0))
     p = weights.slice(C * HEADS, HEADS).permute((1, 0))
     return warpgroup_mma(v, p, acc, is_async=True)
-
-
-@gluon.jit
-def _consume(params, pipelines, weights, OPTIONS: gl.constexpr):
-    """Compute every tile of queries."""
-    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    layout: gl.constexpr = products_layout(HEADS)
-    by_head: gl.constexpr = gl.SliceLayout(0, layout)
-    work_info = pipelines.work_info
-    n = 0
-    tile = 0
-    pipelines.q.wait(0)
-    pairs = work_info.get(0, WORD.NUM_KV_TILES)
-    while pairs > 0:
-        m_i = gl.full([HEADS], -float("inf"), gl.float32, by_head)
-        l_i = thread_sums(gl.zeros([KEYS, HEADS], gl.float32, layout))
-        zeros = gl.zeros([SCALED, HEADS], gl.float32, layout)
-        values = (zeros, zeros, zeros, zeros)
-        for _ in range(pairs):
-            m_i, l_i, values = _fold_block(
-                n, m_i, l_i, values, params, pipelines, weights, OPTIONS, 0
-            )
-            m_i, l_i, values = _fold_block(
-                n, m_i, l_i, values, params, pipelines, weights, OPTIONS, 1
-            )
-            n += 1
-        pipelines.q.release()
-        finish_few(tile, m_i, l_i, values, params, pipelines, OPTIONS)
-        tile += 1
-        pipelines.q.wait(tile)
-        pairs = work_info.get(tile, WORD.NUM_KV_TILES)
-
-
-@gluon.jit
-def _run_partition(params, pipelines, weights, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """What partition NUMBER of a program's warps does."""
-    if NUMBER == 0:
-        _consume(params, pipelines, weights, OPTIONS)
-    elif NUMBER == 1:
-        produce_lists(params, pipelines, OPTIONS)
-    else:
-        convert_latents(pipelines, OPTIONS, NUMBER - 2)
-
-
-@gluon.constexpr_function
-def _registers(converters):
-    """Registers of a thread of the producer and of converters. One thread of each of a program's
-    warpgroups, together, have 504 with three warpgroups, and 512 with four."""
-    return [128, 128] if converters == 1 else [120, 88, 88]
-
-
-@gluon.jit(do_not_specialize=ListSizes._fields)
-def _hopper_selected_bytes_few_heads_kernel(
-    q_desc, q_rope_desc, pointers,
-    total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-    stride_table, units, unit_pairs,
-    scalars,
-    OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """The arguments are those of `_hopper_selected_fwd_kernel`."""
-    dtype: gl.constexpr = q_desc.dtype
-    queries = new_queries(q_desc, q_rope_desc, OPTIONS, 1)
-    pipelines = new_stored_pipelines(queries, dtype, OPTIONS)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    shape: gl.constexpr = [GROUPS * OPTIONS.PACKED_HEADS, KEYS]
-    weights = gl.allocate_shared_memory(dtype, shape, swizzled)
-    sizes = ListSizes(
-        total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-        stride_table, units, unit_pairs,
-    )  # fmt: skip
-    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, weights, OPTIONS, i))
-            for i in (0, 1, 2, 3)[: 2 + OPTIONS.CONVERTERS]
-        ],
-        [4] * (1 + OPTIONS.CONVERTERS),
-        _registers(OPTIONS.CONVERTERS),
-    )

@@ -17,6 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.selected.index_arguments import (
@@ -26,7 +31,6 @@ from torch_paged_attn.backends.triton.hopper.selected.index_arguments import (
     IndexSizes,
 )
 from torch_paged_attn.backends.triton.hopper.selected.producer import find_sequence
-from torch_paged_attn.backends.triton.hopper.units.kernel import registers_of
 
 BLOCK, SPAN = gl.constexpr(KEYS), gl.constexpr(CHUNK)
 
@@ -230,11 +234,7 @@ def _hopper_index_scores_kernel(
     )
     params = IndexParams(q_desc, k_desc, pointers, sizes)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 4]
-        ],
-        [4] * (CONSUMERS - 1) + [1] * 4,
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
         registers_of(CONSUMERS, OPTIONS.REGISTERS),
-    )
+    )  # fmt: skip

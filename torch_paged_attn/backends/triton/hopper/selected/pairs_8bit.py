@@ -25,23 +25,19 @@ from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
     HALF,
     KEYS,
     ROPE,
-    new_queries,
     opaque_zero,
 )
-from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
     finish_few,
     fold_few,
     products_layout,
     thread_sums,
 )
-from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     BLOCKS,
     GROUPS,
     PAIRS,
     SCALE_STAGES,
-    new_stored_pipelines,
     stage_of,
 )
 
@@ -161,12 +157,13 @@ def _add_values(n, values, weights, stored, OPTIONS: gl.constexpr, BLOCK: gl.con
 
 @gluon.jit
 def _fold_block(
-    n, m_i, l_i, unit, factor, values, params, pipelines, split, weights, OPTIONS: gl.constexpr,
+    n, m_i, l_i, unit, factor, values, params, pipelines, split, OPTIONS: gl.constexpr,
     BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Fold block BLOCK of pair n into the heads' references, partial sums of weights, and sums of
     values. `unit`: by which these are multiplied."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    weights = pipelines.weights
     scales = pipelines.scales.index((2 * n + BLOCK) % SCALE_STAGES)
     s = _scores(n, scales, factor, pipelines, split, OPTIONS, BLOCK)
     p, m_i, l_i, shrink = fold_few(s, m_i, l_i, params)
@@ -188,9 +185,10 @@ def _fold_block(
 
 
 @gluon.jit
-def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
+def consume_pairs(params, pipelines, OPTIONS: gl.constexpr):
     """Compute every tile of queries."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    split = pipelines.split
     layout: gl.constexpr = products_layout(HEADS)
     by_head: gl.constexpr = gl.SliceLayout(0, layout)
     work_info = pipelines.work_info
@@ -207,10 +205,10 @@ def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
         unit, _ = float16_range(gl.max(gl.zeros([HEADS], gl.float32, by_head), 0))
         for _ in range(pairs):
             m_i, l_i, unit, values = _fold_block(
-                n, m_i, l_i, unit, factor, values, params, pipelines, split, weights, OPTIONS, 0
+                n, m_i, l_i, unit, factor, values, params, pipelines, split, OPTIONS, 0
             )
             m_i, l_i, unit, values = _fold_block(
-                n, m_i, l_i, unit, factor, values, params, pipelines, split, weights, OPTIONS, 1
+                n, m_i, l_i, unit, factor, values, params, pipelines, split, OPTIONS, 1
             )
             n += 1
         pipelines.q.release()
@@ -223,41 +221,3 @@ def _consume(params, pipelines, split, weights, OPTIONS: gl.constexpr):
         tile += 1
         pipelines.q.wait(tile)
         pairs = work_info.get(tile, WORD.NUM_KV_TILES)
-
-
-@gluon.jit
-def _run_partition(params, pipelines, split, weights, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """What partition NUMBER of a program's warps does."""
-    if NUMBER == 0:
-        _consume(params, pipelines, split, weights, OPTIONS)
-    else:
-        produce_lists(params, pipelines, OPTIONS)
-
-
-@gluon.jit(do_not_specialize=ListSizes._fields)
-def _hopper_selected_bytes_kernel(
-    q_desc, q_rope_desc, pointers,
-    total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-    stride_table, units, unit_pairs,
-    scalars,
-    OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """The arguments are those of `_hopper_selected_fwd_kernel`."""
-    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    queries = new_queries(q_desc, q_rope_desc, OPTIONS, 1)
-    pipelines = new_stored_pipelines(queries, q_desc.dtype, OPTIONS)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    split = queries.halves._reinterpret(gl.float16, [2, HEADS, HALF], swizzled)
-    weights = gl.allocate_shared_memory(gl.float16, [GROUPS * HEADS, KEYS], swizzled)
-    sizes = ListSizes(
-        total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
-        stride_table, units, unit_pairs,
-    )  # fmt: skip
-    params = ListParams(q_desc, q_rope_desc, pointers, sizes, scalars)
-    fence_async_shared()
-    gl.warp_specialize(
-        [(_run_partition, (params, pipelines, split, weights, OPTIONS, i)) for i in (0, 1)],
-        [4],
-        # one thread of each of a program's two warpgroups, together, have 256
-        [256 - OPTIONS.REGISTERS],
-    )

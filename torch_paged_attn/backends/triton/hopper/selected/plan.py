@@ -230,16 +230,7 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     names. It takes the given tensors, their addresses or None, and the tensors for results.
     """
     from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
-    from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
-        _hopper_selected_few_heads_kernel,
-    )
-    from torch_paged_attn.backends.triton.hopper.selected.few_heads_8bit import (
-        _hopper_selected_bytes_few_heads_kernel,
-    )
     from torch_paged_attn.backends.triton.hopper.selected.kernel import _hopper_selected_fwd_kernel
-    from torch_paged_attn.backends.triton.hopper.selected.pairs_8bit import (
-        _hopper_selected_bytes_kernel,
-    )
 
     options = options_of(call)
     groups, units, elements = shares_of_call(call, options)
@@ -249,17 +240,10 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    kernel = _hopper_selected_fwd_kernel
-    if options.HAS_SCALES and options.CONVERTERS == 0:
-        kernel = _hopper_selected_bytes_kernel
-    elif options.HAS_SCALES:
-        kernel = _hopper_selected_bytes_few_heads_kernel
-    elif options.PACKED_HEADS <= FEW_HEADS:
-        kernel = _hopper_selected_few_heads_kernel
     # programs of eight warps share a multiprocessor's registers
     most = {"maxnreg": 65536 // 256 // options.PROGRAMS} if options.PROGRAMS > 1 else {}
     launch = Launch(
-        kernel,
+        _hopper_selected_fwd_kernel,
         (programs,),
         **sizes_of(call, units)._asdict(),
         scalars=scalars_of(call),

@@ -2,7 +2,7 @@
 the lists, and copies the rows that they name, 16 bytes at a time.
 
 A unit of work is `unit_pairs` pairs of blocks of a token's list. The units of all tokens, one after
-the other, are dealt out to groups of programs as in `mla/producer.py`.
+the other, are dealt out to groups of programs as in `mla/shares.py`.
 
 All heads of a token see the same keys. So the producer finds out which keys of a block are seen,
 and leaves zeros in place of the others.

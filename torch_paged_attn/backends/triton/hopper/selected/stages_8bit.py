@@ -20,9 +20,11 @@ from torch_paged_attn.backends.triton.hopper.common.work_info import (
     thread_barrier,
 )
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
+    HALF,
     KEYS,
     ROPE,
     new_seen_keys,
+    new_weights,
     opaque_zero,
 )
 
@@ -54,6 +56,8 @@ class StoredPipelines(NamedTuple):
     scales: Any  # (SCALE_STAGES, KEYS, GROUPS) float32
     seen: Any
     work_info: Any
+    split: Any  # where the queries lie, as float16: (2, heads, HALF) (`pairs_8bit.py`)
+    weights: Any  # of a block, for each of its scales
 
 
 @gluon.jit
@@ -72,7 +76,12 @@ def new_stored_pipelines(queries, rope_dtype: gl.constexpr, OPTIONS: gl.constexp
         keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
     ropes = new_pipeline(rope_dtype, [BLOCKS, KEYS, ROPE], swizzled, BLOCKS, 1, 128)
     scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES, KEYS, GROUPS], plain)
-    return StoredPipelines(queries, stored, keys, ropes, scales, new_seen_keys(), new_work_info(2))
+    seen, work_info = new_seen_keys(), new_work_info(2)
+    of_products: gl.constexpr = rope_dtype if OPTIONS.CONVERTERS > 0 else gl.float16
+    shape: gl.constexpr = [2, OPTIONS.PACKED_HEADS, HALF]
+    split = queries.halves._reinterpret(gl.float16, shape, swizzled)
+    weights = new_weights(of_products, GROUPS * OPTIONS.PACKED_HEADS)
+    return StoredPipelines(queries, stored, keys, ropes, scales, seen, work_info, split, weights)
 
 
 @gluon.constexpr_function

@@ -32,7 +32,13 @@ from torch_paged_attn.backends.triton.common.unit_items import (
     STOP,
     UNIT,
 )
+from torch_paged_attn.backends.triton.hopper.common.partitions import (
+    registers_of,
+    run_partitions,
+    warps_of,
+)
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.common.softmax import finite
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes, load_rows, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitParams, UnitSizes
 
@@ -250,7 +256,7 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 last = gl.load(pointers.last_keys + token, mask=exists, other=0) - unit * BLOCK_N
                 s = gl.where(column <= gl.expand_dims(last, 1), s, -float("inf"))
             m = _row_max(s) * scale_log2
-            shift = gl.where(m == -float("inf"), 0.0, m)
+            shift = finite(m)
             p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
             total = _row_sum(p)
             p = gl.convert_layout(p.to(dtype), operand)
@@ -278,14 +284,6 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         before += tiles
         item += gl.num_programs(0)
         n += 1
-
-
-@gluon.constexpr_function
-def registers_of(consumers, of_consumer):
-    """Registers of a thread, for each partition of warps but the first. Producers are a warp each;
-    there are four, or warps that do nothing fill up their warpgroup."""
-    left = 512 // (consumers + 1) // 8 * 8 * (consumers + 1) - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * 4
 
 
 @gluon.jit
@@ -326,11 +324,7 @@ def _hopper_attention_units_kernel(
     sizes = UnitSizes(entries, num_pages, stride_table)
     params = UnitParams(q_desc, k_desc, v_desc, pointers, sizes, scalars)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 4]
-        ],
-        [4] * (CONSUMERS - 1) + [1] * 4,
+    run_partitions(
+        _run_partition, (params, pipelines, OPTIONS), warps_of(CONSUMERS, 4),
         registers_of(CONSUMERS, OPTIONS.REGISTERS),
-    )
+    )  # fmt: skip

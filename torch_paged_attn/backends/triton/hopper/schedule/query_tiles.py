@@ -1,0 +1,220 @@
+"""Which tiles of queries a program of the forward works on, in which order: one function for each
+way, all with the same arguments and results.
+
+VISIT(at, tile, n, *given) works on a `QueryTile`, the program's number `tile`, from fill n of keys
+on, and returns the next n. Each way returns how many tiles the program had.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_paged_attn.backends.triton.common.seqlen_info import key_span, query_span
+from torch_paged_attn.backends.triton.hopper.schedule.dealt_work import (
+    piece_of,
+    sequence_of,
+    share_of,
+    tiles_of,
+)
+from torch_paged_attn.backends.triton.hopper.schedule.numbered_tiles import (
+    claim_unit,
+    find_numbered,
+    numbers_of_tiles,
+    stretch_of_unit,
+)
+from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTRY
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of a head, or of heads that share it, as values of the kernel."""
+
+    head: Any
+    entry: Any  # of the list of tiles; 0 where there is none
+    b: Any
+    first_token: Any
+    q_start: Any  # of the sequence, like the next three
+    query_len: Any
+    k_start: Any
+    key_len: Any
+    stop_token: Any
+    piece: Any = 0  # of `dealt_work.py`, unless it is in the list
+    is_last: Any = 0  # whether it is known that the program has no tile after this one
+
+
+@gluon.jit
+def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, is_last, COUNTERS: gl.constexpr):
+    """Head and entry of a unit of work: a tile for each of `heads_per_unit` heads, which share
+    keys, then the next tile; then the next heads."""
+    tile = unit // heads_per_unit
+    head = tile // num_tiles * heads_per_unit + unit % heads_per_unit
+    entry = tile_list_ptr + COUNTERS + (1 + tile % num_tiles) * ENTRY
+    b, first_token, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+    stop_token = gl.load(entry + 6)
+    return QueryTile(
+        head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, 0, is_last
+    )
+
+
+@gluon.jit
+def _lengths_of(b, params):
+    """Of sequence b of a packed batch: first row and number of queries, first row and number of
+    keys. The rows past the last sequence are one more, without keys."""
+    pointers, sizes = params.pointers, params.sizes
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    # rows nobody checked must not lead outside the tensors
+    q_start, q_stop = gl.maximum(q_start, 0), gl.minimum(q_stop, sizes.total_q)
+    k_start, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.num_pages, False,
+    )  # fmt: skip
+    return q_start, gl.maximum(q_stop - q_start, 0), k_start, key_len
+
+
+@gluon.jit
+def visit_tiles(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Visit a program's tiles, in the way that the kernel is compiled for."""
+    if OPTIONS.IS_DEALT:
+        return _visit_dealt(params, VISIT, given, OPTIONS)
+    elif OPTIONS.IS_LISTED:
+        return _visit_listed(params, VISIT, given, OPTIONS)
+    elif OPTIONS.IS_NUMBERED and OPTIONS.MOST_PARTS > 0:
+        return _visit_stretches(params, VISIT, given, OPTIONS)
+    elif OPTIONS.IS_NUMBERED:
+        return _visit_numbered(params, VISIT, given, OPTIONS)
+    else:
+        return _visit_in_turns(params, VISIT, given, OPTIONS)
+
+
+@gluon.jit
+def _visit_dealt(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Those of an equal share of all keys (`dealt_work.py`)."""
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
+    tile = 0
+    n = 0
+    program = gl.program_id(0)
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    share = share_of(program, gl.num_programs(0), params, OPTIONS)
+    b, base = share.b, share.base
+    while base < share.stop:
+        sequence = sequence_of(b, params, OPTIONS)
+        first, last = tiles_of(sequence, base, share, heads, OPTIONS)
+        for number in range(first, last):
+            first_token = number // heads * STEP
+            stop_token = gl.minimum(first_token + STEP, sequence.query_len)
+            piece = piece_of(number, sequence, base, program, share, OPTIONS)
+            at = QueryTile(
+                number % heads, 0, b, first_token, sequence.q_start, sequence.query_len,
+                sequence.k_start, sequence.key_len, stop_token, piece,
+            )  # fmt: skip
+            n = VISIT(at, tile, n, *given)
+            tile += 1
+        base += sequence.tiles * heads * sequence.units
+        b += 1
+    return tile
+
+
+@gluon.jit
+def _visit_listed(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Those of a list, the longest first, that no other program has claimed."""
+    tile_list = params.pointers.tile_list
+    programs = gl.num_programs(0)
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    num_tiles = gl.load(tile_list + 1)
+    units = num_tiles * (params.scalars.num_heads // OPTIONS.PACKED_HEADS)
+    while unit < units:
+        # all units are worked on at once, if they are no more than programs
+        at = _tile_of(
+            unit, tile_list, num_tiles, params.sizes.heads_per_unit, units <= programs,
+            OPTIONS.COUNTERS,
+        )  # fmt: skip
+        n = VISIT(at, tile, n, *given)
+        tile += 1
+        # claimed while the consumers are busy, so that the next queries are there in time
+        unit = gl.atomic_add(tile_list, 1) + programs
+    return tile
+
+
+@gluon.jit
+def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Stretches of keys of tiles that are found by their numbers (`numbered_tiles.py`)."""
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    room = params.sizes.heads_per_unit
+    units = numbers_of_tiles(params, OPTIONS) * heads * room
+    while unit < units:
+        found = find_numbered(unit // room // heads, params, OPTIONS)
+        sequence = found.sequence
+        piece = stretch_of_unit(unit, sequence, units, params, OPTIONS)
+        if found.exists & (piece.number < piece.pieces):
+            at = QueryTile(
+                unit // room % heads, 0, found.b, found.first_token, sequence.q_start,
+                sequence.query_len, sequence.k_start, sequence.key_len,
+                gl.minimum(found.first_token + STEP, sequence.query_len), piece,
+            )  # fmt: skip
+            n = VISIT(at, tile, n, *given)
+            tile += 1
+        unit = claim_unit(units, params, OPTIONS)
+    return tile
+
+
+@gluon.jit
+def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Tiles that are found by their numbers, whole: programs take them in turns."""
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
+    programs = gl.num_programs(0)
+    tile = 0
+    n = 0
+    place = gl.program_id(0)
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    numbers = numbers_of_tiles(params, OPTIONS)
+    for first in range(0, numbers * heads, programs):
+        unit = first + place
+        found = find_numbered(numbers - 1 - unit // heads, params, OPTIONS)
+        if found.exists:
+            sequence = found.sequence
+            at = QueryTile(
+                unit % heads, 0, found.b, found.first_token, sequence.q_start,
+                sequence.query_len, sequence.k_start, sequence.key_len,
+                gl.minimum(found.first_token + STEP, sequence.query_len),
+            )  # fmt: skip
+            n = VISIT(at, tile, n, *given)
+            tile += 1
+        # back and forth
+        place = programs - 1 - place
+    return tile
+
+
+@gluon.jit
+def _visit_in_turns(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
+    """Tiles of short packed sequences: those of each are dealt in turns to as many units of work as
+    the host says, and units to programs."""
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
+    programs = gl.num_programs(0)
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    in_turns = params.sizes.lists_per_head
+    # units of a sequence, for each head
+    units = (params.sizes.batch + 1) * in_turns * heads
+    while unit < units:
+        # heads are neighbours: together they read whole tokens
+        place = unit // heads
+        b = place // in_turns
+        q_start, query_len, k_start, key_len = _lengths_of(b, params)
+        for first_token in range(place % in_turns * STEP, query_len, in_turns * STEP):
+            stop_token = gl.minimum(first_token + STEP, query_len)
+            at = QueryTile(
+                unit % heads, 0, b, first_token, q_start, query_len, k_start, key_len, stop_token
+            )
+            n = VISIT(at, tile, n, *given)
+            tile += 1
+        unit += programs
+    return tile
