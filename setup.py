@@ -2,8 +2,8 @@
 
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
 a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_BUILD_FOR: here
-has kernels for this machine's processor alone: others are only parsed, and those for which it has
-better ones are optimised little, which takes less time; all has every kernel, as a wheel for other
+has the kernels that this machine's processor takes by itself; tests has those that it can run
+besides, optimised little, and parses the others; all has every kernel, as a wheel for other
 machines needs. With PAGED_ATTN_BUILD_CPP=1 the default is all, else here. `setup.py build_kernels`
 compiles the kernels, which need no torch, while torch is still fetched; build_ext then takes their
 objects.
@@ -13,6 +13,7 @@ stable ABI is used: one library serves every supported torch and Python. Beside 
 Python's stable ABI that starts Triton's kernels, and needs no CUDA.
 """
 
+import functools
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
@@ -58,7 +60,7 @@ KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 # GCC's own header leaves the unused half of a reduction undefined
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
-IS_FOR_HERE = os.environ.get("PAGED_ATTN_BUILD_FOR", "all" if WANTED == "1" else "here") == "here"
+BUILD_FOR = os.environ.get("PAGED_ATTN_BUILD_FOR", "all" if WANTED == "1" else "here")
 CPUINFO, PARSE = Path("/proc/cpuinfo"), "-fsyntax-only"
 
 
@@ -68,9 +70,9 @@ def runs_here(flags: list[str], named: str) -> bool:
     return wanted <= set(named.replace("_", "").split())
 
 
-def level_of(isa: str, cpuinfo: str) -> list[str]:
-    """The flag for kernels that the processor of `cpuinfo` does not take by itself: those that it
-    cannot run are parsed, those that tests run beside its best ones are optimised little.
+def level_of(isa: str, cpuinfo: str) -> list[str] | None:
+    """The flag for kernels that the processor of `cpuinfo` does not take by itself; None if they
+    are not needed: tests run them beside its best ones, and parse those that it cannot run.
     """
     named = re.search(r"^flags\s*: (.*)", cpuinfo, re.MULTILINE)
     if named is None:  # not x86-64: it may have everything
@@ -78,12 +80,14 @@ def level_of(isa: str, cpuinfo: str) -> list[str]:
     run = [x for x, flags in ISA_FLAGS.items() if runs_here(flags, named[1])]
     # csrc/dispatch.cpp: some calls of the last ones are served by the others
     best = [x for x in run if x in ("avx512", "avx512bf16", "amx")] or run[-1:]
-    return [] if isa in best else ["-O1"] if isa in run else [PARSE]
+    if isa in best:
+        return []
+    return None if BUILD_FOR != "tests" else ["-O1"] if isa in run else [PARSE]
 
 
-def levels_here() -> dict[str, list[str]]:
-    """By instruction set, what PAGED_ATTN_BUILD_FOR adds to its flags."""
-    is_for_here = IS_FOR_HERE and CPUINFO.exists()
+def levels_here() -> dict[str, list[str] | None]:
+    """By instruction set, what PAGED_ATTN_BUILD_FOR adds to its flags; None: it is left out."""
+    is_for_here = BUILD_FOR != "all" and CPUINFO.exists()
     return {x: level_of(x, CPUINFO.read_text()) if is_for_here else [] for x in ISA_FLAGS}
 
 
@@ -112,10 +116,44 @@ def torch_folder() -> Path:
     return Path(folder)
 
 
+def compiler() -> list[str]:
+    """The compiler that setuptools will call."""
+    asked = os.environ.get("CXX") or os.environ.get("CC")
+    return shlex.split(asked or sysconfig.get_config_var("CXX") or "c++")
+
+
+def generate_code(parsed: Path, flags: list[str], exported: str, **streams: int) -> None:
+    """Replace an object of GCC's -flto by one of machine code, made by a process for each core:
+    nearly all the time that a file of kernels takes. What these processes share with each other
+    becomes local again, all but `exported`.
+    """
+    target = str(parsed.with_suffix(".whole.o"))
+    options = [*flags, f"-flto={os.cpu_count()}", "-r", "-flinker-output=nolto-rel"]
+    subprocess.run([*compiler(), *options, str(parsed), "-o", target], check=True, **streams)
+    command = ["objcopy", f"--keep-global-symbol={exported}", target, str(parsed)]
+    subprocess.run(command, check=True, **streams)
+    Path(target).unlink()
+
+
+@functools.cache
+def works_in_parts() -> bool:
+    """Whether this compiler does that, for a build of this machine's kernels on several cores."""
+    if BUILD_FOR == "all" or EXTRA_FLAGS or os.cpu_count() == 1:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        target, flags = Path(folder, "probe.o"), ["-O1", "-fPIC", "-flto"]
+        command = [*compiler(), *flags, "-c", "-x", "c++", "-", "-o", str(target)]
+        try:
+            subprocess.run(command, input=b"int x;", check=True, stderr=subprocess.DEVNULL)
+            generate_code(target, flags, "x", stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+    return True
+
+
 def check_compiler() -> None:
     """Stop unless the compiler that setuptools will call compiles a line of C++."""
-    asked = os.environ.get("CXX") or os.environ.get("CC")
-    cxx = shlex.split(asked or sysconfig.get_config_var("CXX") or "c++")
+    cxx = compiler()
     command = [*cxx, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
     done, program = None, "#include <vector>\n"
     try:
@@ -138,6 +176,9 @@ class BuildKernels(build_ext):
     def compile_isa(self, isa: str, level: list[str]) -> list[str]:
         """The object of an ISA: the one that is there if it was made of the same by the same."""
         flags = [*KERNEL_FLAGS, *ISA_FLAGS[isa], *level, *EXTRA_FLAGS]
+        in_parts = PARSE not in level and works_in_parts()
+        if in_parts:
+            flags.append("-flto")
         made_by = repr([os.environ.get("CXX"), os.environ.get("CC"), *flags])
         target = Path(self.build_temp, f"csrc/isa/{isa}.o")
         told = target.with_suffix(".flags")
@@ -147,16 +188,20 @@ class BuildKernels(build_ext):
             told.unlink()
         source = f"csrc/isa/{isa}.cpp"
         objects = self.compile_plain([source], output_dir=self.build_temp, extra_postargs=flags)
+        if in_parts:
+            table = f"kernels_{isa}"
+            generate_code(target, flags, f"_ZN10paged_attn{len(table)}{table}E")
         if target.exists():
             told.write_text(made_by)
         return objects
 
-    def compile_kernels(self, levels: dict[str, list[str]]) -> dict[str, Future]:
+    def compile_kernels(self, levels: dict[str, list[str] | None]) -> dict[str, Future]:
         # compilers are processes: a thread for each, those that take longest first
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return {
-                isa: threads.submit(self.compile_isa, isa, levels[isa])
-                for isa in reversed(ISA_FLAGS)
+                isa: threads.submit(self.compile_isa, isa, level)
+                for isa, level in reversed(levels.items())
+                if level is not None
             }
 
     def build_extension(self, extension: Extension) -> None:
@@ -168,9 +213,10 @@ class BuildKernels(build_ext):
         if "avx512bf16" in without:  # whose table amx.cpp needs
             without.setdefault("amx", without["avx512bf16"])
         for error in without.values():
-            if WANTED == "1" or "generic" in without or not isinstance(error, CompileError):
+            is_needed = "generic" in without or without.keys() == compiling.keys()
+            if WANTED == "1" or is_needed or not isinstance(error, CompileError):
                 raise error
-        parsed = {isa for isa, level in levels.items() if PARSE in level}
+        parsed = {isa for isa, level in levels.items() if level is None or PARSE in level}
         for isa in sorted({*parsed, *without}):
             extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
         for isa, error in without.items():

@@ -40,7 +40,8 @@ Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k, &k}
 // the machine which compiled cannot run.
 [[maybe_unused]] std::string not_built(const char* name) {
   return std::string("not built: the compiler refused csrc/isa/") + name +
-         ".cpp, or the library was compiled for a processor without it (install it again here)";
+         ".cpp, or the library was compiled for a processor without it or with better ones"
+         " (PAGED_ATTN_BUILD_FOR=all has all of them)";
 }
 
 #if defined(__x86_64__)
@@ -146,7 +147,11 @@ bool has_bf16() {
 // From the slowest to the fastest. Which engine serves which calls is written here and nowhere
 // else.
 std::vector<InstructionSet> find_instruction_sets() {
+#if defined(PAGED_ATTN_WITHOUT_generic)
+  std::vector<InstructionSet> sets = {{{"generic"}, not_built("generic")}};
+#else
   std::vector<InstructionSet> sets = {{only(kernels_generic), ""}};
+#endif
 #if defined(__x86_64__)
   const std::string absent = "the processor does not have it";
   __builtin_cpu_init();
@@ -222,6 +227,10 @@ const Kernels& choose() {
     if (set.missing.empty() && (any || std::string(name) == set.engines.name))
       chosen = &set.engines;
   if (chosen) return combine(*chosen);
+  if (any)
+    throw std::runtime_error(
+        "paged_attn: the library was compiled for a processor that has what this one lacks; install"
+        " it again here, or compile it with PAGED_ATTN_BUILD_FOR=all");
   throw std::runtime_error(
       "paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
       " is not available here; this machine and build have: " + available_names());

@@ -223,6 +223,7 @@ def signature(name: str, value: Any) -> str:
 def description(name: str, value: Any) -> Iterator[str]:
     """The docstring; an attention operator's arguments as a table."""
     from torch_paged_attn.ops import signature as of_op
+    from torch_paged_attn.ops.backend import backends
 
     doc = inspect.getdoc(value) or ""
     module = getattr(value, "__module__", "")
@@ -234,6 +235,9 @@ def description(name: str, value: Any) -> Iterator[str]:
             none = x.default is dataclasses.MISSING
             default = "" if none else "from shapes" if x.is_hint else f"`{x.default!r}`"
             meaning = ". ".join(part for part in (x.shape, x.meaning) if part)
+            if x.is_optional:
+                some = [backend.name for backend in backends() if x.name not in backend.lacks]
+                meaning += f" *Optional:* supported by {', '.join(some)}."
             kind = annotation(x.type).replace("|", "\\|")
             rows.append(f"| `{x.name}` | `{kind}` | {default} | {meaning} |")
         yield "\n".join(rows)

@@ -464,6 +464,12 @@ def per_sequence_tensors() -> dict[str, int]:
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
 
 
+@functools.cache
+def per_token_tensors(op: str) -> frozenset[str]:
+    """The tensors with a row for each query token."""
+    return frozenset(x.name for x in arguments(op) if x.shape.startswith("`(total_q,"))
+
+
 def is_int4(stored: Tensor) -> bool:
     """Whether a byte of keys or values holds two numbers."""
     return stored.dtype == torch.uint8

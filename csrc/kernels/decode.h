@@ -91,6 +91,42 @@ PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task&
     g += groups - g >= HEADS ? some(g, Count<HEADS>()) : some(g, Count<1>());
 }
 
+// The scores of a group's rows become probabilities. It reads no keys: one function for every type
+// of them compiles in less time.
+template <class Product, int ROWS>
+PAGED_ATTN_APART void softmax_of_group(const Attention& a, const Sequence& s,
+                                       const paged_attn::Task& task, const KeyBlock& block,
+                                       const KeyBlock& next, int g, bool finished, bool apart,
+                                       const RowsWorkspace& w) {
+  const int64_t rows = rows_of(a, task);
+  const int64_t group = task.group_begin + g;
+  const int columns = block.num_columns;
+  // those of its keys decide, when the next block begins, how it is multiplied
+  fetch_column_scales(a, kv_head_of(a, group), next);
+  ColumnScales scales;
+  load_column_scales(a, kv_head_of(a, group), block, scales);
+  if (scales.of_keys)
+    scale_columns(w.scores + g * w.rows * ROW_COLUMNS, ROW_COLUMNS, int(w.rows), 0, columns,
+                  scales.of_keys);
+  for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+    const auto row_at = [&](int r) __attribute__((always_inline)) {
+      return row_of(a, s, task, group, r0 + r);
+    };
+    const int64_t i = g * w.rows + r0;
+    float rescale[ROWS];
+    softmax_rows<Product, ROWS>(a, s, block, 0, columns, finished, int(min64(ROWS, rows - r0)),
+                                row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
+                                rescale, w.weight + i, scales.of_values);
+    for (int r = 0; r < ROWS; ++r) {
+      if (apart) w.rescale[i + r] = rescale[r];
+      if (apart || rescale[r] == 1) continue;
+      float* acc = w.acc + (i + r) * w.stride_acc;
+      for (int64_t d = 0; d < w.stride_acc; d += W)
+        store(acc + d, load(acc + d) * set1(rescale[r]));
+    }
+  }
+}
+
 // One block of keys for every group of the task.
 template <class Product, class Rows, int ROWS>
 inline void decode_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
@@ -139,41 +175,17 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
       });
     }
   }
-  const int64_t rows = rows_of(a, task);
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
-  const auto softmax = [&](int g) __attribute__((always_inline)) {
-    // those of its keys decide, when the next block begins, how it is multiplied
-    fetch_column_scales(a, head_of_group(g), next);
-    ColumnScales scales;
-    load_column_scales(a, head_of_group(g), block, scales);
-    if (scales.of_keys)
-      scale_columns(w.scores + g * w.rows * ROW_COLUMNS, ROW_COLUMNS, int(w.rows), 0, columns,
-                    scales.of_keys);
-    for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
-      const auto row_at = [&](int r) __attribute__((always_inline)) {
-        return row_of(a, s, task, task.group_begin + g, r0 + r);
-      };
-      const int64_t i = g * w.rows + r0;
-      float rescale[ROWS];
-      softmax_rows<Product, ROWS>(a, s, block, 0, columns, finished, int(min64(ROWS, rows - r0)),
-                                  row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
-                                  rescale, w.weight + i, scales.of_values);
-      for (int r = 0; r < ROWS; ++r) {
-        if (apart) w.rescale[i + r] = rescale[r];
-        if (apart || rescale[r] == 1) continue;
-        float* acc = w.acc + (i + r) * w.stride_acc;
-        for (int64_t d = 0; d < w.stride_acc; d += W)
-          store(acc + d, load(acc + d) * set1(rescale[r]));
-      }
-    }
-  };
   float* to = apart ? w.sums : w.acc;
   const int64_t floats = groups * w.rows * w.stride_acc;
   if (apart) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
-      if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
+      if (c == 0)
+        softmax_of_group<Product, ROWS>(
+            a, s, task, block, next, g, finished, apart,
+            w);  // not of all groups at once: no memory would be read meanwhile
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         const int64_t* in_memory = block.v_offset + c;

@@ -13,10 +13,11 @@ from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_nam
 from torch_paged_attn.backends.cpu import BACKEND
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops import _library, paths, signature
-from torch_paged_attn.testing import Problem, Truth, assert_accurate, build
+from torch_paged_attn.testing import EXTENDED, Problem, Truth, assert_accurate, build
 
 BASE = Problem("base", ((3, 9), (1, 30), (8, 0)), 4, 2, 16, page_size=4)
-# of every optional argument but the lengths, which all problems have: a problem that needs it
+# of every optional argument but the lengths, which all problems have: what needs it. What is not
+# here is given by a problem of EXTENDED
 OPTIONS = {
     "attn_bias": {"bias": "float", "bias_heads": "all"},
     "alibi_slopes": {"alibi": "batch"},
@@ -33,10 +34,7 @@ OPTIONS = {
     "softcap": {"softcap": 0.7},
     "dropout_p": {"dropout_p": 0.1},
     "out_dtype": {"out_dtype": torch.float16},
-    "q_latent": {"latent": True},
-    "tail_mask": {"tail": True},
     "k_start": {"k_ranges": "shared", "page_size": None},
-    "q_position": {"q_positions": (5, 31, -2)},
     "key_ranks": {"key_ranks": 3, "q_positions": (27, 90, 0)},
     "key_rank": {"key_ranks": 2, "key_rank": 1, "q_positions": (18, 60, 0)},
     "key_interleave": {"key_ranks": 2, "key_interleave": 4, "q_positions": (18, 60, 0)},
@@ -56,7 +54,12 @@ def options():
 
 @pytest.mark.parametrize("name", options())
 def test_each_option_changes_the_result_as_the_reference_says(name):
-    problem = Problem(**{**vars(BASE), **OPTIONS[name]})
+    if name in OPTIONS:
+        problem, without = Problem(**{**vars(BASE), **OPTIONS[name]}), build(BASE)
+    else:
+        problem = next(x for x in EXTENDED.values() if name in x.optional)
+        without = build(problem)
+        del without.args[name]
     call = build(problem)
     assert call.args[name] is not None
     if problem.optional & set(BACKEND.lacks):
@@ -65,7 +68,7 @@ def test_each_option_changes_the_result_as_the_reference_says(name):
         return
     out, lse = call.run()
     assert_accurate(out, lse, call.truth())
-    plain, _ = build(BASE).run()
+    plain, _ = without.run()
     assert out.dtype != plain.dtype or not torch.equal(out, plain)
 
 

@@ -45,6 +45,7 @@ def test_an_operator_has_a_row_for_every_argument(op):
     for argument in signature.arguments(op):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{argument.name}` |")]
         assert argument.meaning in row
+        assert ("supported by" in row) == argument.is_optional
         assert f"    {argument.name}: " in text
 
 

@@ -96,7 +96,8 @@ def test_a_build_for_here_knows_the_processor(flags, named, runs, setup):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-def test_a_build_for_here_optimises_the_best_kernels(setup):
+def test_a_build_for_tests_optimises_the_best_kernels(setup, monkeypatch):
+    monkeypatch.setitem(setup["level_of"].__globals__, "BUILD_FOR", "tests")
     found = {isa: setup["level_of"](isa, "flags : fpu avx2 fma f16c") for isa in setup["ISA_FLAGS"]}
     assert found.pop("generic") == ["-O1"] and found.pop("avx2") == []
     assert found and all(level == ["-fsyntax-only"] for level in found.values())
@@ -114,29 +115,35 @@ def test_a_build_for_here_optimises_the_best_kernels(setup):
 
 
 @pytest.mark.parametrize(
-    ("cpp", "asked", "is_for_here"),
-    [("auto", None, True), ("1", None, False), ("auto", "all", False), ("1", "here", True)],
+    ("cpp", "asked", "wanted"),
+    [("auto", None, "here"), ("1", None, "all"), ("auto", "all", "all"), ("1", "here", "here")],
 )
-def test_a_wheel_for_other_machines_has_all_kernels(cpp, asked, is_for_here, monkeypatch):
+def test_a_wheel_for_other_machines_has_all_kernels(cpp, asked, wanted, monkeypatch):
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setenv("PAGED_ATTN_BUILD_CPP", cpp)
     monkeypatch.delenv("PAGED_ATTN_BUILD_FOR", raising=False)
     if asked:
         monkeypatch.setenv("PAGED_ATTN_BUILD_FOR", asked)
-    assert runpy.run_path(str(ROOT / "setup.py"))["IS_FOR_HERE"] == is_for_here
+    assert runpy.run_path(str(ROOT / "setup.py"))["BUILD_FOR"] == wanted
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-def test_a_build_for_here_links_what_runs_here(setup, build, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "linked"), [("here", ["avx2"]), ("tests", ["avx2", "generic"])], ids=["here", "tests"]
+)
+def test_a_build_links_what_runs_here(asked, linked, setup, build, tmp_path, monkeypatch):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : fpu avx2 fma f16c\n")
     names = setup["level_of"].__globals__
-    monkeypatch.setitem(names, "IS_FOR_HERE", True)
+    monkeypatch.setitem(names, "BUILD_FOR", asked)
     monkeypatch.setitem(names, "CPUINFO", cpuinfo)
+    monkeypatch.setitem(names, "works_in_parts", lambda: False)
     objects, macros = build()
-    left_out = {*build.all} - {"generic", "avx2"}
-    assert sorted(objects) == ["avx2", "generic"]
-    assert {*macros} == {f"PAGED_ATTN_WITHOUT_{isa}" for isa in left_out}
+    assert sorted(objects) == linked
+    assert {*macros} == {f"PAGED_ATTN_WITHOUT_{isa}" for isa in {*build.all} - {*linked}}
+    if asked == "here":
+        with pytest.raises(CompileError):
+            build("avx2")
 
 
 def test_an_object_is_taken_if_it_was_made_of_the_same_by_the_same(setup, tmp_path, monkeypatch):
@@ -173,6 +180,33 @@ def test_an_object_is_taken_if_it_was_made_of_the_same_by_the_same(setup, tmp_pa
     assert compiles(["-O1"])
 
 
+@pytest.mark.skipif("g++" not in COMPILERS, reason="needs GCC")
+def test_code_that_is_made_by_a_process_for_each_core_is_plain(setup, tmp_path, monkeypatch):
+    """An object of -flto becomes one of machine code, whose local symbols stay its own."""
+    monkeypatch.setenv("CXX", "g++")
+    names = setup["generate_code"].__globals__
+    assert not setup["works_in_parts"]()  # a wheel for other machines
+    setup["works_in_parts"].cache_clear()
+    monkeypatch.setitem(names, "BUILD_FOR", "here")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert setup["works_in_parts"]()
+    source, target = tmp_path / "some.cpp", tmp_path / "some.o"
+    functions = "".join(
+        f"int own_{i}(int n) {{ return n ? own_{i - 1}(n - 1) + {i} : 0; }}\n" for i in range(1, 9)
+    )
+    functions = f"namespace {{\nint own_0(int n) {{ return n; }}\n{functions}}}\n"
+    source.write_text(f"{functions}int (*table)(int) = own_8;\n")
+    # each function in a part of its own, all of them called from another
+    flags = [*setup["KERNEL_FLAGS"], "-fno-inline", "-fno-ipa-cp", "-flto", "-flto-partition=max"]
+    subprocess.run(["g++", *flags, "-c", source, "-o", target], check=True)
+    setup["generate_code"](target, flags, "table")
+    listed = subprocess.run(["nm", target], check=True, capture_output=True, text=True).stdout
+    kinds = [line.split()[-2:] for line in listed.splitlines()]
+    assert ["D", "table"] in kinds and "gnu_lto" not in listed
+    assert sum(kind == "t" and "own_" in name for kind, name in kinds) == 9
+    assert not [name for kind, name in kinds if kind in "TVW"]
+
+
 def test_every_file_is_in_one_of_two_objects(setup, tmp_path):
     command = setup["options"]["cmdclass"]["build_ext"](setuptools.Distribution())
     command.build_temp, texts = str(tmp_path), []
@@ -196,7 +230,7 @@ def test_other_builds_optimise_all_kernels(build):
 @pytest.mark.skipif(not COMPILERS, reason="needs a compiler")
 def test_the_dispatch_names_no_table_that_is_left_out(setup, tmp_path):
     """Whatever is left out, alone or all of it."""
-    isas = [isa for isa in setup["ISA_FLAGS"] if isa != "generic"]
+    isas = [*setup["ISA_FLAGS"]]
     for left_out in [*([isa] for isa in (isas if THOROUGH else isas[-1:])), isas]:
         target = str(tmp_path / "dispatch.o")
         flags = [f"-DPAGED_ATTN_WITHOUT_{isa}" for isa in left_out]

@@ -18,12 +18,13 @@ from torch_paged_attn.attention_call import (
     is_by_token,
     option_names,
     per_sequence_tensors,
+    per_token_tensors,
 )
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients
-from torch_paged_attn.testing.problem import Problem
+from torch_paged_attn.testing.problem import Problem, optional_tensors
 from torch_paged_attn.testing.selected_inputs import selected_lists
 
 NAN = float("nan")
@@ -80,12 +81,11 @@ class Call:
         args = dict(self.args)
         batch = len(args["cu_seqlens_q"]) - 1
         first, last = args["cu_seqlens_q"][b : b + 2].tolist()
-        args["q"] = args["q"][first:last]
         args["cu_seqlens_q"] = cumulative([last - first])
         if args.get("attn_bias") is not None:
             args["attn_bias"] = args["attn_bias"][:, first:last]
-        for name in ("q_latent", "tail_mask", "key_indices", "num_selected"):
-            if args.get(name) is not None:
+        for name in per_token_tensors(self.op) & args.keys():
+            if args[name] is not None:
                 args[name] = args[name][first:last]
         k_bounds = args.get("cu_seqlens_k")
         is_packed = args["k"].dim() == 3
@@ -202,7 +202,7 @@ def _build(problem: Problem) -> Call:
             del args["block_table"], args["seqused_k"]
     args["cu_seqlens_q"] = cumulative(problem.query_lens)
     args |= _options(problem, g, total_q)
-    args |= _optional(problem, total_q, head_dim_v)
+    args |= optional_tensors(problem, total_q)
     return Call(problem.op, args)
 
 
@@ -397,25 +397,6 @@ def _last_positions(problem: Problem) -> tuple[int, int]:
     last, run = max([*problem.key_lens, 1]) - 1, problem.key_interleave
     runs = last // run * problem.key_ranks + problem.key_rank
     return max([*queries, 0]), runs * run + last % run
-
-
-def _optional(problem: Problem, total_q: int, head_dim_v: int) -> dict[str, Any]:
-    """The tensors of `Problem.optional`. They have a generator of their own, so that they do not
-    change the other tensors.
-    """
-    g = torch.Generator().manual_seed(problem.seed + 1)
-    args: dict[str, Any] = {}
-    real = sum(problem.query_lens)
-    if problem.latent:
-        latent = _randn(g, total_q, problem.num_heads, head_dim_v)
-        latent[real:] = NAN
-        args["q_latent"] = latent.to(problem.dtype)
-    if problem.tail:
-        widest = max([*problem.query_lens, 0])
-        args["tail_mask"] = torch.rand(total_q, widest + 2, generator=g) < 0.6
-    if problem.q_positions is not None:
-        args["q_position"] = torch.tensor(problem.q_positions, dtype=torch.int32)
-    return args
 
 
 def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:

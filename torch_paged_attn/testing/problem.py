@@ -1,8 +1,10 @@
 """`Problem`: one attention call described by plain numbers. `inputs.build` makes its tensors."""
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,3 +143,22 @@ class Problem:
         if self.selected is not None:  # what a backend lacks may be of these ops alone
             names |= {f"{name} of selected" for name in names}
         return names
+
+
+def optional_tensors(problem: Problem, total_q: int) -> dict[str, Any]:
+    """The tensors of `Problem.optional`; k_start is made with the keys. They have a generator of
+    their own, so that they do not change the other tensors.
+    """
+    g = torch.Generator().manual_seed(problem.seed + 1)
+    args: dict[str, Tensor] = {}
+    if problem.latent:
+        head_dim_v = problem.head_dim_v or problem.head_dim
+        latent = torch.randn(total_q, problem.num_heads, head_dim_v, generator=g)
+        latent[sum(problem.query_lens) :] = float("nan")
+        args["q_latent"] = latent.to(problem.dtype)
+    if problem.tail:
+        widest = max([*problem.query_lens, 0])
+        args["tail_mask"] = torch.rand(total_q, widest + 2, generator=g) < 0.6
+    if problem.q_positions is not None:
+        args["q_position"] = torch.tensor(problem.q_positions, dtype=torch.int32)
+    return args

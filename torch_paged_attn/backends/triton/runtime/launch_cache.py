@@ -51,10 +51,9 @@ MOST_KERNELS = 512
 
 # tensors whose first dimension is a number of tokens, sequences or pages
 SIZED = frozenset(
-    (
-        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-        *("q_latent", "tail_mask", "k_start", "q_position", "out"),
-    )
+    x.name
+    for x in attention_call.arguments("flash_varlen_out")
+    if x.shape.startswith(("`(total_q,", "`(total_k,", "`(batch,)", "`(batch + 1,)"))
 )
 
 # scales of these may have as many rows as the cache
