@@ -253,9 +253,13 @@ SAMPLES: dict[str, Sample] = {
             "alone": (),
             "gradients_agree": (),
             "gradients_unseen_memory": (),
-            "write": ("f32-e4m3-hnd",),
+            # write_every_bfloat16 has 8 bits, tests/tpu float32
+            "write": (),
             "write_every_bfloat16": ("e4m3-0.3",),
             "write_outside": (),
+            # one load of scales for all their types, one fold for any number of states
+            "hidden_scales": ("vllm/tokens_int8/bf16",),
+            "merge_of_many_agrees": ("three", "nine"),
             "selected_agrees": ("selected/pages/f32",),
             "selected_unseen_memory": (),
         },
@@ -326,6 +330,13 @@ SAMPLES: dict[str, Sample] = {
                 "blocksparse/batched/f32",
             ),
             "selected_agrees": ("selected/pages/f32", "selected/slots_of_pages/f32"),
+            # unseen_memory shows the same kernel memory that no row sees
+            "selected_unseen_memory": (),
+            # agrees has 8 bits of result: `out` copies whatever the kernel's result is
+            "out": ("sglang/page1/f16",),
+            # gradients_agree has training/everything/f32, whose sinks and strides these change
+            "gradients_beside_a_large_sink": (),
+            "gradients_gaps": (),
         },
     ),
 }
@@ -367,6 +378,8 @@ _OTHER_GENERATIONS = Sample(
             "odd_sizes/f32",
         ),
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32",),
+        # masked by the same instruction on all of them
+        "hidden_scales": (),
     },
 )
 # dropout draws alike on all of them, and blocks for each head are more rows to gather, each of them

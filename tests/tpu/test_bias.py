@@ -54,6 +54,8 @@ def test_low_sink(sink, run):
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
+# of a bias `make test` has tests/backends test_hidden_scales
+@pytest.mark.device_suite
 def test_nan_bias(run):
     """A bias of NaN is a number that makes its row NaN, and no mask."""
     call = build(dataclasses.replace(PROBLEMS["t5/bias/f32"], seqs=SEQS))

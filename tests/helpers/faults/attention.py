@@ -144,15 +144,15 @@ FAULTS = (
     Fault(
         "products of the last step alone",
         TILE,
-        "                accumulate=step > 0,\n            )\n        if has_token_scales",
-        "                accumulate=False,\n            )\n        if has_token_scales",
+        "accumulate=step > 0",
+        "accumulate=False",
         suite("test_agrees and deepseek/prefill"),
     ),
     Fault(
         "the first bank of a long tile twice",
         TILE,
-        "moving=keys[0:rows, step, first:last]",
-        "moving=keys[0:rows, step, 0 : last - first]",
+        "keys[:, :, first:last], dim)",
+        "keys[:, :, 0 : last - first], dim)",
         LONG,
     ),
     Fault(

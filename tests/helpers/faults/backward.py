@@ -42,21 +42,21 @@ FAULTS = (
     Fault(
         "dq without its scale",
         BACKWARD,
-        "last - first, options.out_scale, tensors.dq",
+        "last - first, backward.out_scale, tensors.dq",
         "last - first, 1.0, tensors.dq",
         LAUNCHES,
     ),
     Fault(
         "dq of one product without its scale",
         SUMS,
-        "data=product, scale=options.out_scale",
+        "data=product, scale=options.backward.out_scale",
         "data=product, scale=1.0",
         LAUNCHES,
     ),
     Fault(
         "rows of dq without their scale",
         SUMS,
-        "data=rows, scale=options.out_scale",
+        "data=rows, scale=options.backward.out_scale",
         "data=rows, scale=1.0",
         ROWS,
     ),
@@ -105,8 +105,8 @@ FAULTS = (
     Fault(
         "NaN spreads by a product with the identity on the third generation",
         SUMS,
-        "if not second or not options.wants_dq",
-        "if not options.wants_dq",
+        "if not second or not backward.wants_dq",
+        "if not backward.wants_dq",
         ROWS,
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = (
     Fault(
         "a value that a bias hides is multiplied in the backward",
         BACKWARD,
-        "    clear_unseen(v, 0, unseen)\n",
+        "        clear_unseen(item.v, 0, item.unseen)\n",
         "",
         LAUNCHES,
     ),
@@ -196,7 +196,7 @@ FAULTS = (
     Fault(
         "every stretch of a bias's gradient lies on the first",
         TILE_BACK,
-        "RowLayout(0, 0, part * options.width, width), 1)",
+        "RowLayout(0, 0, part * backward.width, width), 1)",
         "RowLayout(0, 0, 0, width), 1)",
         LAUNCHES,
     ),

@@ -40,26 +40,16 @@ FAULTS = (
         MIXED,
     ),
     Fault(
-        "gather without its offset",
+        "gathers and scatters without their offset",
         GATHER,
-        (
-            "offset=layout.offset,\n"
-            "            vector_offset=index,\n"
-            "            indirect_dim=0,\n"
-            "        )\n        nisa.dma_copy(dst=tile"
-        ),
-        (
-            "offset=0,\n"
-            "            vector_offset=index,\n"
-            "            indirect_dim=0,\n"
-            "        )\n        nisa.dma_copy(dst=tile"
-        ),
+        "offset=offset, vector_offset=index",
+        "offset=0, vector_offset=index",
         ("tests/neuron/test_attention.py", "-k", "two_programs"),
     ),
     Fault(
         "scatter refuses what it has to skip",
         GATHER,
-        "dst=scattered, src=tile, oob_mode=nisa.oob_mode.skip",
+        "dst=scattered, src=tile, oob_mode=skip",
         "dst=scattered, src=tile, oob_mode=nisa.oob_mode.error",
         MIXED,
     ),

@@ -14,7 +14,6 @@ from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.kernels.attention import attention_kernel
 from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
-from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
 from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
 from torch_paged_attn.backends.neuron.plan import plan
@@ -26,9 +25,10 @@ from torch_paged_attn.backends.neuron.tables import (
     has_token_scales,
     philox_words,
     row_scalars,
+    score_scale,
     token_scales,
 )
-from torch_paged_attn.backends.neuron.tile_sizes import choose_tile_sizes, heads_of
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes, choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
@@ -77,15 +77,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out = q.new_empty(num_rows, width * call.head_dim_v, dtype=out_type)
     lse = q.new_empty(num_rows, width, dtype=torch.float32)
 
-    scale = call.scale / call.softcap if call.softcap > 0.0 else call.scale
-    words = torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=q.device)
-    if call.dropout_p > 0.0:
-        assert call.rng_state is not None  # checked
-        words = philox_words(call.rng_state, call.dropout_p)
-    scalars = row_scalars(call, scale, heads)
+    words, scalars = philox_words(call), row_scalars(call, heads)
     for info in plan(call, tiles, (k, v)):
         info, bias, bias_head_stride, absent = _with_bias(call, info, heads)
-        run = info.work.run
         out, lse = launch(
             attention_kernel,
             out=out,
@@ -101,29 +95,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             row_scalars=scalars,
             bias=bias,
             token_scales=token_scales(call, info, heads, absent),
-            options=Options(
-                num_kv_heads=heads.together,
-                group_size=heads.group_size,
-                splits_heads=tiles.splits_heads,
-                k_row=RowLayout(*k.layout),
-                v_row=RowLayout(*v.layout),
-                kv_dtype=_kv_dtype(call.k.dtype, q.dtype),
-                depth=info.work.depth,
-                chunks=info.work.tile_k // (P * run),
-                run=run,
-                share=info.work.share,
-                scale=float(scale),
-                softcap=float(call.softcap),
-                keep_scale=1.0 / (1.0 - call.dropout_p),
-                bias_head_stride=bias_head_stride,
-                has_sinks=call.sinks is not None,
-                has_alibi=call.alibi_slopes is not None,
-                has_scales=any(x is not None for x in descales_of(call)),
-                has_token_scales=has_token_scales(call),
-                has_bias=call.attn_bias is not None,
-                has_dropout=call.dropout_p > 0.0,
-                is_dynamic=is_dynamic(info, tiles.loaded),
-            ),
+            options=options_of(call, info, tiles, (k, v), bias_head_stride),
         )
     return _results(call, out, lse)
 
@@ -145,15 +117,42 @@ def _with_bias(
     return with_bias, bias.rows, bias.head_stride, bias.absent
 
 
-def _kv_dtype(stored: torch.dtype, dtype: torch.dtype) -> str:
-    """What `Options.kv_dtype` is for keys stored so, beside queries of `dtype`."""
-    return "" if stored == dtype else str(stored).removeprefix("torch.")
-
-
-def is_dynamic(info: WorkInfo, heads: int) -> bool:
-    """Whether a launch that loads so many heads is a loop on the chip, and not unrolled."""
-    triples = len(info.indices) * heads * info.work.depth
-    return triples > UNROLLED and hasattr(nl, "fori_loop")
+def options_of(
+    call: AttentionCall,
+    info: WorkInfo,
+    tiles: TileSizes,
+    rows: tuple[PagedKV, PagedKV],
+    bias_head_stride: int = 0,
+) -> Options:
+    """What the kernel of a launch is compiled for; `rows` are those of k and v."""
+    work, heads = info.work, tiles.heads
+    stored, dtype = call.k.dtype, call.q.dtype if call.q.dtype in FLOAT else torch.bfloat16
+    triples = len(info.indices) * tiles.loaded * work.depth
+    return Options(
+        num_kv_heads=heads.together,
+        group_size=heads.group_size,
+        splits_heads=tiles.splits_heads,
+        k_row=RowLayout(*rows[0].layout),
+        v_row=RowLayout(*rows[1].layout),
+        kv_dtype="" if stored == dtype else str(stored).removeprefix("torch."),
+        depth=work.depth,
+        chunks=work.tile_k // (P * work.run),
+        run=work.run,
+        share=work.share,
+        scale=score_scale(call),
+        softcap=float(call.softcap),
+        keep_scale=1.0 / (1.0 - call.dropout_p),
+        bias_head_stride=bias_head_stride,
+        has_sinks=call.sinks is not None,
+        has_alibi=call.alibi_slopes is not None,
+        has_scales=any(x is not None for x in descales_of(call)),
+        has_token_scales=has_token_scales(call),
+        has_bias=call.attn_bias is not None,
+        has_dropout=call.dropout_p > 0.0,
+        is_dynamic=triples > UNROLLED and hasattr(nl, "fori_loop"),
+        sees_all_keys=False,
+        backward=None,
+    )
 
 
 def rows_of(cache: Tensor, call: AttentionCall, by_head: bool) -> PagedKV:

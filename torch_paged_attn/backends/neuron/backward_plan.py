@@ -93,8 +93,15 @@ class BackwardPlan:
     """The launches in order, and whether several of them add to one gradient."""
 
     launches: list[BackwardLaunch]
-    adds_dq: bool
-    adds_dkv: bool
+    tiles: TileSizes
+
+    @property
+    def adds_dq(self) -> bool:
+        return any(x.adds_dq for x in self.launches)
+
+    @property
+    def adds_dkv(self) -> bool:
+        return any(x.adds_dkv for x in self.launches)
 
 
 def plan_backward(call: AttentionCall, rows: tuple[PagedKV, PagedKV]) -> BackwardPlan:
@@ -188,8 +195,7 @@ def _make(
                 adds_dkv=bool(adds_dkv),
             )
         )
-    adds = (any(x.adds_dq for x in launches), any(x.adds_dkv for x in launches))
-    return BackwardPlan(launches, *adds)
+    return BackwardPlan(launches, tiles)
 
 
 def _with_edges(

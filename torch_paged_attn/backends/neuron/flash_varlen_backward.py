@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.attention import is_dynamic, refuse, rows_of, unsupported
-from torch_paged_attn.backends.neuron.backward_plan import (
-    BackwardLaunch,
-    plan_backward,
-)
+from torch_paged_attn.backends.neuron.attention import options_of, refuse, rows_of, unsupported
+from torch_paged_attn.backends.neuron.backward_plan import BackwardLaunch, plan_backward
 from torch_paged_attn.backends.neuron.bias import BiasTask
 from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
 from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
-from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
-from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
-from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
-from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.kernels.groups import Options
+from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED
 from torch_paged_attn.backends.neuron.runtime import launch
 from torch_paged_attn.backends.neuron.tables import Heads, per_token, philox_words, sequences_of
 from torch_paged_attn.backward_call import BackwardCall
@@ -99,7 +94,7 @@ def _launch_all(
     forward, device = call.forward, call.forward.q.device
     k, v = (rows_of(x, forward, by_head=True) for x in (forward.k, forward.v))
     plan = plan_backward(forward, (k, v))
-    heads = Heads(forward.num_kv_heads, forward.group_size, forward.num_kv_heads)
+    heads = plan.tiles.heads
     wants_dq, wants_dbias = results[0].numel() > 0, results[3].numel() > 0
     wants_dkv = results[1].numel() + results[2].numel() > 0
     dq = _target(results[0], forward.q, wants_dq, plan.adds_dq)
@@ -107,15 +102,11 @@ def _launch_all(
     dv = _target(results[2], forward.v, wants_dkv, plan.adds_dkv)
     dbias = torch.zeros(results[3].shape, device=device)
 
-    words = torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=device)
-    if forward.dropout_p > 0.0:
-        assert forward.rng_state is not None  # checked
-        words = philox_words(forward.rng_state, forward.dropout_p)
     if forward.attn_bias is not None:
         # its mask alone leaves rows that the plan does not know to be empty
         numbers = numbers.without_empty()
     q, dout, out = (x.reshape(-1, x.shape[2]) for x in (forward.q, numbers.dout, numbers.out))
-    scalars = numbers.scalars(forward, heads)
+    words, scalars = philox_words(forward), numbers.scalars(forward, heads)
     wants = wants_dq, wants_dkv, wants_dbias
     for step in plan.launches:
         task = BiasTask.of(forward, step.info, heads, wants_dbias)
@@ -137,7 +128,9 @@ def _launch_all(
             words=words,
             row_scalars=scalars,
             bias=task.rows,
-            options=_options(forward, step, (k, v), wants),
+            options=_options(
+                forward, step, options_of(forward, step.info, plan.tiles, (k, v)), wants
+            ),
         )
         if wants_dbias:
             task.add_to(dbias, heads)
@@ -160,35 +153,16 @@ def _target(result: Tensor, like: Tensor, is_wanted: bool, is_sum: bool) -> Tens
 
 
 def _options(
-    call: AttentionCall,
-    step: BackwardLaunch,
-    rows: tuple[PagedKV, PagedKV],
-    wants: tuple[bool, bool, bool],
-) -> BackwardOptions:
-    scale = call.scale / call.softcap if call.softcap > 0.0 else call.scale
+    call: AttentionCall, step: BackwardLaunch, options: Options, wants: tuple[bool, bool, bool]
+) -> Options:
+    """The options of a launch with those of the backward alone."""
     has_more = call.softcap > 0.0 or call.alibi_slopes is not None or call.attn_bias is not None
     wants_dq, wants_dkv, wants_dbias = wants
-    work = step.info.work
-    return BackwardOptions(
-        num_kv_heads=1,
-        group_size=call.group_size,
-        splits_heads=False,
-        k_row=RowLayout(*rows[0].layout),
-        v_row=RowLayout(*rows[1].layout),
-        depth=work.depth,
-        chunks=work.tile_k // P,
-        run=1,
-        share=1,
+    backward = BackwardOptions(
         width=step.width,
         visible_tiles=step.visible_tiles,
-        scale=float(scale),
-        softcap=float(call.softcap),
         out_scale=float(call.scale),
-        keep_scale=1.0 / (1.0 - call.dropout_p),
         is_shaped=has_more or call.scale < SMALLEST_FACTOR,
-        has_alibi=call.alibi_slopes is not None,
-        has_bias=call.attn_bias is not None,
-        has_dropout=call.dropout_p > 0.0,
         wants_dq=wants_dq,
         wants_dkv=wants_dkv,
         wants_dbias=wants_dbias,
@@ -196,6 +170,6 @@ def _options(
         adds_dkv=step.adds_dkv,
         one_item=step.one_item,
         one_product=step.one_product,
-        sees_all_keys=step.sees_all_keys and call.attn_bias is None,
-        is_dynamic=is_dynamic(step.info, 1),
     )
+    sees_all_keys = step.sees_all_keys and call.attn_bias is None
+    return dataclasses.replace(options, sees_all_keys=sees_all_keys, backward=backward)

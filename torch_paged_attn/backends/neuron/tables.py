@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
-from torch_paged_attn.backends.neuron.kernels.philox import ROUNDS
+from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS, ROUNDS
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.work_list import WorkList
@@ -234,7 +234,12 @@ def token_scales(
     return torch.stack(both, 1).masked_fill(~seen[:, None, None], 0.0).float().flatten(1)
 
 
-def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
+def score_scale(call: AttentionCall) -> float:
+    """What products are multiplied with: before the softcap if there is one."""
+    return float(call.scale / call.softcap if call.softcap > 0.0 else call.scale)
+
+
+def row_scalars(call: AttentionCall, heads: Heads) -> Tensor:
     """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where no option needs any."""
     descales = descales_of(call)
     if all(values is None for values in (call.sinks, call.alibi_slopes, *descales)):
@@ -247,7 +252,7 @@ def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
         # padding tokens see no sink either
         sinks.clamp(min=LOWEST).masked_fill(is_padding | (sinks == float("-inf")), MASKED),
         per_token(call.alibi_slopes, 0.0, sequence, heads),
-        q_descale * k_descale * scale,
+        q_descale * k_descale * score_scale(call),
         v_descale,
     )
     return torch.stack(columns, 3).reshape(-1, heads.together * NUM_SCALARS)
@@ -278,13 +283,18 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
 
-def philox_words(rng_state: Tensor, dropout_p: float) -> Tensor:
-    """`(1, NUM_WORDS)` int32 with the bits of unsigned words; nothing is read on the host."""
+def philox_words(call: AttentionCall) -> Tensor:
+    """`(1, NUM_WORDS)` int32 with the bits of unsigned words: zeros without dropout. Nothing is
+    read on the host.
+    """
+    rng_state = call.rng_state
+    if call.dropout_p == 0.0 or rng_state is None:
+        return torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=call.q.device)
     seed, offset = rng_state[0], rng_state[1]
     halves = torch.stack([seed & MASK, seed >> 32 & MASK])
     steps = torch.arange(ROUNDS, device=rng_state.device)[:, None]
     weyl = torch.tensor(WEYL, device=rng_state.device)
-    threshold = torch.full((1,), int(dropout_p * 2.0**32), device=rng_state.device)
+    threshold = torch.full((1,), int(call.dropout_p * 2.0**32), device=rng_state.device)
     words = torch.cat(
         [((halves + steps * weyl) & MASK).flatten(), (offset & MASK)[None], threshold]
     )

@@ -13,12 +13,7 @@ Masks are selects: a NaN in a key that no row sees is never multiplied.
 
 from torch_paged_attn.backends.neuron.kernels.dequant import dequantize_head
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
-from torch_paged_attn.backends.neuron.kernels.groups import (
-    RowLayout,
-    Stack,
-    Tensors,
-    table_columns,
-)
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout, Stack, Tensors, table_columns
 from torch_paged_attn.backends.neuron.kernels.load_item import (
     NUM_SCALARS,
     SCORE_SCALE,
@@ -26,6 +21,7 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
     SLOPE,
     VALUE_SCALE,
     load_item,
+    load_queries,
     load_token_scales,
 )
 from torch_paged_attn.backends.neuron.kernels.philox import drop
@@ -69,7 +65,7 @@ def score_tile(level, head, transposed, token_scales, stack, item, tensors, prog
     factor = options.scale
     if options.has_scales:
         factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]
-    q = stack.q[:, level, head]
+    q = stack.q[:, level, head : head + 1]
     softcap, has_token_scales = options.softcap, options.has_token_scales
     compute_scores(
         scores, q, transposed, program.identity, factor, softcap, has_token_scales, token_scales
@@ -192,7 +188,8 @@ def store_results(level, stack, index, tensors, program):
 
 def attend_item(number, stack, tensors, program):
     """Everything that is done for one item."""
-    item = load_item(number, stack, tensors, program)
+    item = load_item(number, tensors, program)
+    load_queries(stack, item.index, tensors, program)
     is_first = program.columns.is_first
     begin_stack(stack, item.bound[:, is_first : is_first + 1])
     share = program.options.share
@@ -223,21 +220,9 @@ def new_stack(dtype, program):
 
 
 def attention_kernel(
-    out,
-    lse,
-    q,
-    k,
-    v,
-    indices,
-    bounds,
-    positions,
-    count,
-    words,
-    row_scalars,
-    bias,
-    token_scales,
+    out, lse, q, k, v, indices, bounds, positions, count, words, row_scalars, bias, token_scales,
     options,
-):
+):  # fmt: skip
     """Write the attention of the listed rows to out (num_rows, num_kv_heads * head_dim_v) and lse.
 
     Front ends look for tensors among a kernel's own parameters only, so these are not grouped.
@@ -257,17 +242,7 @@ def attention_kernel(
     program = start_program(q.dtype, indices.shape[0], words, options, columns, tile_k)
     stack = new_stack(q.dtype, program)
     tensors = Tensors(
-        out=out,
-        lse=lse,
-        q=q,
-        k=k,
-        v=v,
-        indices=indices,
-        bounds=bounds,
-        positions=positions,
-        row_scalars=row_scalars,
-        bias=bias,
-        token_scales=token_scales,
+        out, lse, q, k, v, indices, bounds, positions, row_scalars, bias, token_scales
     )
 
     def body(number):

@@ -33,24 +33,15 @@ from torch_paged_attn.backends.neuron.kernels.backward_sums import (
     turn_back,
     turns_beside_dk,
 )
-from torch_paged_attn.backends.neuron.kernels.backward_tile import (
-    TOGETHER,
-    deltas,
-    differentiate,
-    turn_rows,
-)
+from torch_paged_attn.backends.neuron.kernels.backward_tile import TOGETHER, deltas, differentiate
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
-from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout, table_columns
-from torch_paged_attn.backends.neuron.kernels.load_item import (
-    key_positions,
-    load_kv,
-    load_table_row,
-    unseen_keys,
-)
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout, table_columns
+from torch_paged_attn.backends.neuron.kernels.load_item import load_item
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     clear_unseen,
     transposes_by_dma,
+    turn_rows,
     turn_tiles,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
@@ -62,13 +53,13 @@ def new_stack(q, dout, dq, program):
     depth, dim, dim_v = options.depth, options.k_row.dim, options.v_row.dim
     steps = (dim + P - 1) // P
     prior, dq_dtype = None, nl.float32
-    if options.one_product:
+    if options.backward.one_product:
         dq_dtype = dq.dtype
     if queries_come_as_rows(q.dtype, options):
         kept = nl.ndarray((P, depth, dim), dtype=dq_dtype, buffer=nl.sbuf)
     else:
         kept = nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf)
-    if options.adds_dq or options.adds_dkv:
+    if options.backward.adds_dq or options.backward.adds_dkv:
         prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=prior, value=0.0)
     room = room_for_queries(q.dtype, options)
@@ -85,7 +76,7 @@ def new_stack(q, dout, dq, program):
         exact=nl.shared_identity_matrix(P, dtype=nl.float32),
     )
     # the first item of a program writes the rest
-    if not options.one_item:
+    if not options.backward.one_item:
         nisa.memset(dst=stack.dq, value=0.0)
     return stack
 
@@ -109,37 +100,17 @@ def begin_stack(stack, is_first, options):
     """Forget the last stack's sums where `is_first` (P, 1) is 1: always, with `one_item`. With
     `one_product` there are none.
     """
-    if options.one_product:
+    if options.backward.one_product:
         return
     size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2] * P
     sums = stack.dq.reshape((size, width))
-    if options.one_item:
+    if options.backward.one_item:
         nisa.memset(dst=sums, value=0.0)
     else:
         begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
         nisa.tensor_copy(dst=begins, src=is_first)
         predicate = begins.ap(pattern=[[1, size], [0, width]])
         nisa.tensor_copy_predicated(dst=sums, src=0.0, predicate=predicate)
-
-
-def load_item(number, stack, tensors, program):
-    """Load an item, and the rows of the stack if it is the stack's first."""
-    options, columns = program.options, program.columns
-    index = load_table_row(tensors.indices, number, program)
-    bound = load_table_row(tensors.bounds, number, program)
-    load_rows(stack, index, tensors, program)
-    begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1], options)
-    k = load_kv(tensors.k, index, columns.k, options.k_row, 1, program)
-    v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
-    unseen = None
-    if not options.sees_all_keys:
-        unseen = unseen_keys(bound, program)
-        clear_unseen(k, 0, unseen)
-        clear_unseen(v, 0, unseen)
-    position, quad = None, None
-    if options.has_alibi or options.has_dropout:
-        position, quad = key_positions(number, tensors, program)
-    return Item(index, bound, k, v, unseen, unseen, position, quad)
 
 
 def turn(stack, item, program):
@@ -159,12 +130,13 @@ def turn(stack, item, program):
 
 def attend_part(part, transposed, stack, item, tensors, program):
     """Everything that is done for `width` keys of an item, and the tiles that see some of them."""
-    options, width = program.options, program.options.width
-    seen = options.visible_tiles[part]
+    options, backward = program.options, program.options.backward
+    width = backward.width
+    seen = backward.visible_tiles[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
     by_dma = transposes_by_dma(stack.q.dtype, options)
     dk, dv, turns_beside = None, None, turns_beside_dk(seen, stack.q.dtype, options)
-    if options.wants_dkv:
+    if backward.wants_dkv:
         dk = new_sums(dim, seen, stack.q.dtype, options, turns_beside)
         dv = new_sums(dim_v, seen, stack.q.dtype, options, False)
     for start in range(0, len(seen), TOGETHER):
@@ -175,61 +147,68 @@ def attend_part(part, transposed, stack, item, tensors, program):
             level, columns = together[number][LEVEL], together[number][COLUMNS]
             is_further = level < seen[0][LEVEL]
             p, dx = differentiate(together[number], part, transposed, stack, item, tensors, program)
-            if options.wants_dkv:
+            if backward.wants_dkv:
                 add_to_sums(dv, stack.dout[:, level], p, is_further)
             place = (level - lowest) * P
             target = dx_turned[:, 0 : columns // P, place : place + P]
             if turns_beside and not is_further:
                 begin_and_turn(dk, target, stack.q, level, dx)
             else:
-                if options.wants_dkv:
+                if backward.wants_dkv:
                     add_to_sums(dk, stack.q[:, level], dx, is_further)
-                if options.wants_dq:
+                if backward.wants_dq:
                     in_tiles = dx.reshape((P, columns // P, P))
                     turn_tiles(target, in_tiles, program.identity, by_dma)
-        if options.wants_dq:
+        if backward.wants_dq:
             sum_over_keys(stack, together, part, dx_turned, item, options)
-    if options.wants_dkv:
-        store_keys(tensors.dk, dk, options.out_scale, part, stack, item, program)
+    if backward.wants_dkv:
+        store_keys(tensors.dk, dk, backward.out_scale, part, stack, item, program)
         store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
 
 
 def store_keys(target, sums, scale, part, stack, item, program):
     """Store scale * `sums` (`TokenSums`) as rows of dk or dv."""
-    options, chunks = program.options, program.options.width // P
+    backward = program.options.backward
+    chunks = backward.width // P
     if sums.as_rows:
         rows = scaled_rows(sums, scale, target)
     else:
         rows = turn_back(scaled_sums(sums.sums, chunks, scale, target), target, stack, program)
     first = program.columns.keys + part * chunks
-    store_rows(target, rows, item.index[:, first : first + chunks], options.adds_dkv, stack)
+    places = item.index[:, first : first + chunks]
+    store_rows(target, rows, places, backward.adds_dkv, stack)
 
 
 def store_queries(stack, index, tensors, program):
     """Store the rows of dq where `index` names any: with the last item of a stack."""
-    options, columns = program.options, program.columns
+    options, columns, backward = program.options, program.columns, program.options.backward
     for first in range(0, options.depth, TOGETHER):
         last = min(first + TOGETHER, options.depth)
         if queries_come_as_rows(stack.q.dtype, options):
             rows = stack.dq[:, first:last]
         else:
             sums = stack.dq[:, :, first:last]
-            if not options.one_product:
-                sums = scaled_sums(sums, last - first, options.out_scale, tensors.dq)
+            if not backward.one_product:
+                sums = scaled_sums(sums, last - first, backward.out_scale, tensors.dq)
             rows = turn_back(sums, tensors.dq, stack, program)
         places = index[:, columns.store + first : columns.store + last]
-        store_rows(tensors.dq, rows, places, options.adds_dq, stack)
+        store_rows(tensors.dq, rows, places, backward.adds_dq, stack)
 
 
 def differentiate_item(number, stack, tensors, program):
     """Everything that is done for one item."""
-    options = program.options
-    item = load_item(number, stack, tensors, program)
+    options, backward = program.options, program.options.backward
+    item, is_first = load_item(number, tensors, program), program.columns.is_first
+    load_rows(stack, item.index, tensors, program)
+    begin_stack(stack, item.bound[:, is_first : is_first + 1], options)
+    if not options.sees_all_keys:
+        clear_unseen(item.k, 0, item.unseen)
+        clear_unseen(item.v, 0, item.unseen)
     transposed = turn(stack, item, program)
-    for part in range(options.chunks * P // options.width):
-        if len(options.visible_tiles[part]) > 0:
+    for part in range(options.chunks * P // backward.width):
+        if len(backward.visible_tiles[part]) > 0:
             attend_part(part, transposed, stack, item, tensors, program)
-    if options.wants_dq:
+    if backward.wants_dq:
         store_queries(stack, item.index, tensors, program)
 
 
@@ -247,8 +226,8 @@ def attention_backward_kernel(
     float32. dbias (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them,
     else of q's type.
     """
-    columns = table_columns(options, options.chunks)
-    program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)
+    columns, width = table_columns(options, options.chunks), options.backward.width
+    program = start_program(q.dtype, indices.shape[0], words, options, columns, width)
     stack = new_stack(q, dout, dq, program)
     tensors = BackwardTensors(
         dq, dk, dv, dbias, q, k, v, dout, out, indices, bounds, positions, row_scalars, bias

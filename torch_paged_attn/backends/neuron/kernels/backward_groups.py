@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.toolchain import nl
 
 # the numbers that a row of queries has to itself: -lse, the gradient of lse, the slope
@@ -13,27 +12,12 @@ NUM_SCALARS = 3
 
 @dataclass
 class BackwardOptions(nl.NKIObject):
-    """What the backward kernel is compiled for; one KV head at a time."""
+    """What the backward kernel is compiled for beside `Options`; it has one KV head at a time."""
 
-    num_kv_heads: int  # 1
-    group_size: int
-    splits_heads: bool  # False: the programs of a logical core share the items
-    k_row: RowLayout
-    v_row: RowLayout
-    depth: int  # tiles of query rows in a stack
-    chunks: int  # of P keys in an item
-    run: int  # 1
-    share: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
     visible_tiles: Any  # for every `width` columns, the tiles of rows that see some: LEVEL, ...
-    scale: float  # of scores; divided by softcap if there is one
-    softcap: float
     out_scale: float  # of dq and dk
-    keep_scale: float  # of what dropout keeps
     is_shaped: bool  # scores are more than a product times a positive factor
-    has_alibi: bool
-    has_bias: bool
-    has_dropout: bool
     wants_dq: bool
     wants_dkv: bool
     wants_dbias: bool
@@ -41,8 +25,6 @@ class BackwardOptions(nl.NKIObject):
     adds_dkv: bool
     one_item: bool  # every stack has a single item
     one_product: bool  # of `width` columns, which all its tiles see
-    sees_all_keys: bool  # no key of an item is hidden from all its rows
-    is_dynamic: bool  # a loop on the chip, else unrolled
 
 
 # entries of `visible_tiles` for a tile of rows: its place in the stack, how many columns it sees at

@@ -41,12 +41,12 @@ def come_as_rows(blocks, products, tiles, dim, dtype, options):
 
 def queries_come_as_rows(dtype, options):
     """Whether dq does: only where a product is the whole sum of a tile of rows."""
-    if not options.one_product:
+    if not options.backward.one_product:
         return False
-    seen, as_rows = options.visible_tiles[0], True
+    seen, as_rows = options.backward.visible_tiles[0], True
     for start in range(0, len(seen), TOGETHER):
         together = seen[start : start + TOGETHER]
-        blocks, chunks = blocks_of(together), options.width // P
+        blocks, chunks = blocks_of(together), options.backward.width // P
         if not come_as_rows(blocks, chunks, len(together), options.k_row.dim, dtype, options):
             as_rows = False
     return as_rows
@@ -54,14 +54,15 @@ def queries_come_as_rows(dtype, options):
 
 def keys_come_as_rows(dim, seen, dtype, options):
     """Whether dk or dv does, summed over the tiles `seen`."""
-    chunks = options.width // P
+    chunks = options.backward.width // P
     return come_as_rows(blocks_of(seen), len(seen), chunks, dim, dtype, options)
 
 
 def turns_beside_dk(seen, dtype, options):
     """Whether the products that begin dk also turn their tile of gradients."""
     dim, second = options.k_row.dim, nisa.get_nc_version() == nisa.nc_version.gen2
-    if not second or not options.wants_dq or not options.wants_dkv or len(seen) == 0:
+    backward = options.backward
+    if not second or not backward.wants_dq or not backward.wants_dkv or len(seen) == 0:
         return False
     # two tiles side by side are as wide, and there is a bank more for them
     if dim != P or options.v_row.dim > 2 * P:
@@ -72,8 +73,8 @@ def turns_beside_dk(seen, dtype, options):
 def room_for_queries(dtype, options):
     """Tiles of a stack of queries, and one for the identity where it moves beside them."""
     beside = 0
-    for part in range(len(options.visible_tiles)):
-        if turns_beside_dk(options.visible_tiles[part], dtype, options):
+    for part in range(len(options.backward.visible_tiles)):
+        if turns_beside_dk(options.backward.visible_tiles[part], dtype, options):
             beside = 1
     return options.depth + beside
 
@@ -82,7 +83,8 @@ def new_sums(dim, seen, dtype, options, is_beside):
     """Room in PSUM for dk's or dv's sums over the tiles `seen` for `width` keys; `is_beside`: and
     for a transposed tile beside them.
     """
-    chunks, steps, room = options.width // P, (dim + P - 1) // P, options.width
+    width, steps = options.backward.width, (dim + P - 1) // P
+    chunks, room = width // P, width
     if is_beside:
         # in pairs, for a product lies within a bank
         sums = nl.ndarray((P, (chunks + 1) // 2 * 2, dim + P), dtype=nl.float32, buffer=nl.psum)
@@ -94,7 +96,7 @@ def new_sums(dim, seen, dtype, options, is_beside):
         # each step of dim within one bank
         room = BANK
     sums = nl.ndarray((min(dim, P), steps, room), dtype=nl.float32, buffer=nl.psum)
-    return TokenSums(sums=sums[:, :, 0 : options.width], as_rows=False, together=chunks)
+    return TokenSums(sums=sums[:, :, 0:width], as_rows=False, together=chunks)
 
 
 def add_to_sums(token_sums, rows, weights, is_further):
@@ -183,7 +185,7 @@ def sum_rows_over_keys(stack, seen, dx_turned, item, options):
                 accumulate=chunk > 0,
             )
     total = stack.dq[:, lowest : lowest + tiles]
-    nisa.activation(dst=total, op=nl.copy, data=rows, scale=options.out_scale)
+    nisa.activation(dst=total, op=nl.copy, data=rows, scale=options.backward.out_scale)
 
 
 def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
@@ -204,8 +206,8 @@ def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
                     accumulate=chunk > 0,
                 )
         total = stack.dq[0 : stop - start, step, lowest : last + 1]
-        if options.one_product:
-            nisa.activation(dst=total, op=nl.copy, data=product, scale=options.out_scale)
+        if options.backward.one_product:
+            nisa.activation(dst=total, op=nl.copy, data=product, scale=options.backward.out_scale)
         else:
             nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
 

@@ -19,9 +19,9 @@ from torch_paged_attn.backends.neuron.kernels.philox import draw
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     add_alibi,
     add_bias,
+    contract,
     outside,
     scale_scores,
-    turn_tiles,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
@@ -33,17 +33,6 @@ def float_tile(width):
 
 # tiles of queries that go together: a product moves at most 512 columns, and a bank holds as many
 TOGETHER = 4
-
-
-def turn_rows(rows, identity, by_dma):
-    """Tiles of rows (P, tiles, dim) as (P, dim / P, tiles, P): dim on the partitions."""
-    tiles, dim = rows.shape[1], rows.shape[2]
-    steps = (dim + P - 1) // P
-    transposed = nl.ndarray((P, steps, tiles, P), dtype=rows.dtype, buffer=nl.sbuf)
-    for step in range(steps):
-        start, stop = step * P, min(dim, step * P + P)
-        turn_tiles(transposed[0 : stop - start, step], rows[:, :, start:stop], identity, by_dma)
-    return transposed
 
 
 def deltas(stack):
@@ -61,22 +50,10 @@ def deltas(stack):
     return delta
 
 
-def contract(product, queries, keys, dim):
-    """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), transposed."""
-    for step in range(queries.shape[1]):
-        size = min(dim - step * P, P)
-        nisa.nc_matmul(
-            dst=product,
-            stationary=queries[0:size, step, :],
-            moving=keys[0:size, step, :],
-            accumulate=step > 0,
-        )
-
-
 def shape_scores(product, level, part, width, stack, item, tensors, program):
     """Scores (P, width) as the forward's, not masked, and the softcap's slope at each."""
     options, columns = program.options, program.columns
-    first = part * options.width
+    first = part * options.backward.width
     scores, slope = float_tile(width), float_tile(width)
     scale_scores(scores, product, options.scale, options.softcap)
     if options.softcap > 0.0:
@@ -114,7 +91,7 @@ def recompute(tile, part, transposed, stack, item, tensors, program):
     options, columns = program.options, program.columns
     level, width = tile[LEVEL], tile[COLUMNS]
     hides = tile[HIDES_FIRST] or tile[HIDES_LAST]
-    first = part * options.width
+    first = part * options.backward.width
     product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     contract(
         product,
@@ -123,7 +100,7 @@ def recompute(tile, part, transposed, stack, item, tensors, program):
         options.k_row.dim,
     )
     scores, factor, slope = product, options.scale, product
-    if options.is_shaped:
+    if options.backward.is_shaped:
         scores, slope = shape_scores(product, level, part, width, stack, item, tensors, program)
         factor = 1.0
     minus_lse = stack.scalars[:, level, MINUS_LSE : MINUS_LSE + 1]
@@ -157,7 +134,7 @@ def gradient_of_scores(level, part, width, p, transposed, stack, item, program):
     probability, before the row's delta is taken off.
     """
     options, columns = program.options, program.columns
-    first = part * options.width
+    first = part * options.backward.width
     dp = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     values = transposed.v[:, :, first : first + width]
     contract(dp, transposed.dout[:, :, level], values, options.v_row.dim)
@@ -186,18 +163,18 @@ def differentiate(tile, part, transposed, stack, item, tensors, program):
     """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
     before its scale. The gradient of the bias is stored on the way.
     """
-    options, columns = program.options, program.columns
+    options, columns, backward = program.options, program.columns, program.options.backward
     level, width = tile[LEVEL], tile[COLUMNS]
     p, slope = recompute(tile, part, transposed, stack, item, tensors, program)
     rounded, dp = gradient_of_scores(level, part, width, p, transposed, stack, item, program)
     delta = transposed.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
-    if options.softcap > 0.0 or options.wants_dbias:
+    if options.softcap > 0.0 or backward.wants_dbias:
         ds = float_tile(width)
         finish_scores(ds, p, dp, delta)
-        if options.wants_dbias:
+        if backward.wants_dbias:
             rows = item.index[:, columns.dbias + level : columns.dbias + level + 1]
-            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * options.width, width), 1)
+            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * backward.width, width), 1)
         if options.softcap > 0.0:
             nisa.tensor_tensor(dst=dx, data1=ds, data2=slope, op=nl.multiply)
         else:

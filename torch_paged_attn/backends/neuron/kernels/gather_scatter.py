@@ -10,57 +10,40 @@ from torch_paged_attn.backends.neuron.toolchain import nisa
 P = 128
 
 
-def pattern_of(rows, count, layout, heads, run):
-    """`count` rows of (heads, run, dim); a stretch of a row is one head of one token."""
-    return [
+def parts_of(rows, index, layout, heads, run):
+    """What `layout` describes of the rows at index (count, 1): (count, heads, run, dim) numbers; a
+    stretch of a row is one head of one token.
+    """
+    count, offset = index.shape[0], layout.offset
+    pattern = [
         [rows.shape[1], count],
         [layout.head_stride, heads],
         [layout.token_stride, run],
         [1, layout.dim],
     ]
+    if count == 1:
+        return rows.ap(pattern=pattern, offset=offset, scalar_offset=index, indirect_dim=0)
+    return rows.ap(pattern=pattern, offset=offset, vector_offset=index, indirect_dim=0)
 
 
 def gather_rows(tile, rows, index, layout, heads, run, mode):
     """tile[p] = the part of rows[index[p]] that `layout` describes; index is (P, 1) int32."""
     if nisa.get_nc_version() == nisa.nc_version.gen2:
-        pattern = pattern_of(rows, 1, layout, heads, run)
         for p in range(P):
-            row = rows.ap(
-                pattern=pattern,
-                offset=layout.offset,
-                scalar_offset=index[p : p + 1, 0:1],
-                indirect_dim=0,
-            )
+            row = parts_of(rows, index[p : p + 1, 0:1], layout, heads, run)
             nisa.dma_copy(dst=tile[p : p + 1], src=row, oob_mode=mode)
     else:
-        gathered = rows.ap(
-            pattern=pattern_of(rows, P, layout, heads, run),
-            offset=layout.offset,
-            vector_offset=index,
-            indirect_dim=0,
-        )
+        gathered = parts_of(rows, index, layout, heads, run)
         nisa.dma_copy(dst=tile, src=gathered, oob_mode=mode, dge_mode=nisa.dge_mode.swdge)
 
 
 def scatter_rows(rows, tile, index, layout, heads):
     """The part of rows[index[p]] that `layout` describes = tile[p]; no index comes twice."""
+    skip = nisa.oob_mode.skip
     if nisa.get_nc_version() == nisa.nc_version.gen2:
-        pattern = pattern_of(rows, 1, layout, heads, 1)
         for p in range(P):
-            row = rows.ap(
-                pattern=pattern,
-                offset=layout.offset,
-                scalar_offset=index[p : p + 1, 0:1],
-                indirect_dim=0,
-            )
-            nisa.dma_copy(dst=row, src=tile[p : p + 1], oob_mode=nisa.oob_mode.skip)
+            row = parts_of(rows, index[p : p + 1, 0:1], layout, heads, 1)
+            nisa.dma_copy(dst=row, src=tile[p : p + 1], oob_mode=skip)
     else:
-        scattered = rows.ap(
-            pattern=pattern_of(rows, P, layout, heads, 1),
-            offset=layout.offset,
-            vector_offset=index,
-            indirect_dim=0,
-        )
-        nisa.dma_copy(
-            dst=scattered, src=tile, oob_mode=nisa.oob_mode.skip, dge_mode=nisa.dge_mode.swdge
-        )
+        scattered = parts_of(rows, index, layout, heads, 1)
+        nisa.dma_copy(dst=scattered, src=tile, oob_mode=skip, dge_mode=nisa.dge_mode.swdge)

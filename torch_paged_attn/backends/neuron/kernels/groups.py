@@ -23,7 +23,7 @@ class RowLayout(nl.NKIObject):
 
 @dataclass
 class Options(nl.NKIObject):
-    """What the attention kernel is compiled for."""
+    """What a kernel is compiled for."""
 
     num_kv_heads: int  # in a row of q
     group_size: int
@@ -46,6 +46,8 @@ class Options(nl.NKIObject):
     has_bias: bool
     has_dropout: bool
     is_dynamic: bool  # a loop on the chip, else unrolled
+    sees_all_keys: bool  # no key of an item is hidden from all its rows
+    backward: Any  # `BackwardOptions`, or None in the forward
 
 
 @dataclass
@@ -59,9 +61,7 @@ class TableColumns(nl.NKIObject):
     v: int  # chunks: rows of v
     token: int  # with dropout: tokens within their sequence
     head: int  # with dropout: sequence << 16 | head of the group
-    keys: (
-        int  # the backward's, chunks: rows of dk and dv, -1 for a key that no row of the item sees
-    )
+    keys: int  # the backward's, chunks: rows of dk and dv, -1 for a key that no row sees
     bias: int  # with a bias: rows of it
     dbias: int  # where its gradient is asked for: rows of that
     # `bounds`, float32: which columns of keys a row sees, and the row's position

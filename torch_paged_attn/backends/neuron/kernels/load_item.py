@@ -10,57 +10,32 @@ SINK, SLOPE, SCORE_SCALE, VALUE_SCALE = 0, 1, 2, 3
 NUM_SCALARS = 4
 
 
-def load_table_row(table, item, program):
-    """A program's row `item` of a (num_items, P, columns) table; a dynamic item is a register."""
+def load_part(table, number, pattern, size, offset, program):
+    """What a pattern names of an item of a table, from `offset` on: (P, width). Items are `size`
+    numbers apart; that of a dynamic item is in a register.
+    """
+    tile = nl.ndarray((P, pattern[1][1]), dtype=table.dtype, buffer=nl.sbuf)
+    first = program.first_item * size + offset
+    if program.options.is_dynamic:
+        part = table.ap(pattern=pattern, offset=first, scalar_offset=number, indirect_dim=0)
+    else:
+        part = table.ap(pattern=pattern, offset=first + number * size)
+    nisa.dma_copy(dst=tile, src=part)
+    return tile
+
+
+def load_table(table, number, program):
+    """An item of a (num_items, P, columns) table."""
     columns = table.shape[2]
-    tile = nl.ndarray((P, columns), dtype=table.dtype, buffer=nl.sbuf)
-    if program.options.is_dynamic:
-        row = table.ap(
-            pattern=[[columns, P], [1, columns]],
-            offset=program.first_item * P * columns,
-            scalar_offset=item,
-            indirect_dim=0,
-        )
-        nisa.dma_copy(dst=tile, src=row)
-    else:
-        nisa.dma_copy(dst=tile, src=table[program.first_item + item])
-    return tile
+    return load_part(table, number, [[columns, P], [1, columns]], P * columns, 0, program)
 
 
-def load_positions(positions, item, program):
-    """A program's row `item` of the (num_items, tile_k) positions, on every partition."""
-    tile_k, first = positions.shape[1], program.first_item
-    tile = nl.ndarray((P, tile_k), dtype=positions.dtype, buffer=nl.sbuf)
-    pattern = [[0, P], [1, tile_k]]
-    if program.options.is_dynamic:
-        row = positions.ap(
-            pattern=pattern, offset=first * tile_k, scalar_offset=item, indirect_dim=0
-        )
-        nisa.dma_copy(dst=tile, src=row)
-    else:
-        nisa.dma_copy(dst=tile, src=positions.ap(pattern=pattern, offset=(first + item) * tile_k))
-    return tile
-
-
-def load_token_scales(kind, head, item, tensors, program):
+def load_token_scales(kind, head, number, tensors, program):
     """Scales by token of one head's keys (kind 0) or values (1), (P, tile_k) float32."""
-    heads, tile_k = program.options.num_kv_heads, tensors.positions.shape[1]
-    columns = 2 * heads * tile_k
-    offset = (kind * heads + program.first_head + head) * tile_k
-    tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-    pattern = [[0, P], [1, tile_k]]
-    if program.options.is_dynamic:
-        row = tensors.token_scales.ap(
-            pattern=pattern,
-            offset=program.first_item * columns + offset,
-            scalar_offset=item,
-            indirect_dim=0,
-        )
-    else:
-        first = (program.first_item + item) * columns
-        row = tensors.token_scales.ap(pattern=pattern, offset=first + offset)
-    nisa.dma_copy(dst=tile, src=row)
-    return tile
+    tile_k, size = tensors.positions.shape[1], tensors.token_scales.shape[1]
+    offset = (kind * program.options.num_kv_heads + program.first_head + head) * tile_k
+    pattern = [[0, P], [1, tile_k]]  # the same on every partition
+    return load_part(tensors.token_scales, number, pattern, size, offset, program)
 
 
 def load_queries(stack, index, tensors, program):
@@ -95,17 +70,18 @@ def load_kv(cache, index, column, layout, share, program):
     return tile
 
 
-def load_item(number, stack, tensors, program):
-    """Load an item, and the queries of the stack if it is the stack's first."""
+def load_item(number, tensors, program):
+    """Load an item: its tables, its keys and values, and what is computed of them alone."""
     options, columns = program.options, program.columns
-    index = load_table_row(tensors.indices, number, program)
-    bound = load_table_row(tensors.bounds, number, program)
-    load_queries(stack, index, tensors, program)
+    index = load_table(tensors.indices, number, program)
+    bound = load_table(tensors.bounds, number, program)
     k = load_kv(tensors.k, index, columns.k, options.k_row, options.share, program)
     v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
 
-    unseen = unseen_keys(bound, program)
-    unseen_k = unseen
+    unseen, unseen_k = None, None
+    if not options.sees_all_keys:
+        unseen = unseen_keys(bound, program)
+        unseen_k = unseen
     if options.share > 1 and nisa.get_nc_version() == nisa.nc_version.gen2:
         unseen_k = nl.ndarray(program.key_of_share.shape, dtype=nl.uint8, buffer=nl.sbuf)
         outside(unseen_k, program.key_of_share, bound, columns.key_start, columns.key_stop)
@@ -129,8 +105,9 @@ def unseen_keys(bound, program):
 
 def key_positions(number, tensors, program):
     """Of the item's columns, (P, tile_k) float32, and of every fourth / 4, for dropout."""
-    whole = load_positions(tensors.positions, number, program)
-    tile_k = whole.shape[1]
+    tile_k = tensors.positions.shape[1]
+    pattern = [[0, P], [1, tile_k]]  # the same on every partition
+    whole = load_part(tensors.positions, number, pattern, tile_k, 0, program)
     position = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=position, src=whole)
     quad = nl.ndarray((P, tile_k // 4), dtype=nl.uint32, buffer=nl.sbuf)

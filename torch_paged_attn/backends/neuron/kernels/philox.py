@@ -97,20 +97,9 @@ def draw(quad, index, columns, first_of_group, constants):
     and sequence << 16 | head of the group in its two `columns`; `first_of_group` is the query head
     that a group begins with. All uint32.
     """
-    head = nl.ndarray((P, 1), dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=head,
-        data1=index[:, columns[1] : columns[1] + 1],
-        data2=constant((P, 1), first_of_group),
-        op=nl.add,
-    )
-    return dropped(quad, index, columns[0], head, constants)
-
-
-def dropped(quad, index, column, head, constants):
-    """Where a probability is dropped, (P, 4 quads) uint32: 1 or 0."""
     words, factors, quads = constants.words, constants.factors, quad.shape[1]
-    c0, c1 = quad, spread(index, column, quads)
+    head = combined(index[:, columns[1] : columns[1] + 1], constant((P, 1), first_of_group), nl.add)
+    c0, c1 = quad, spread(index, columns[0], quads)
     c2, c3 = spread(head, 0, quads), spread(words, OFFSET, quads)
     for step in range(ROUNDS):
         high0, low0 = halves_of_product(factors[0], c0)

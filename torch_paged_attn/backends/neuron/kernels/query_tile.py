@@ -96,29 +96,29 @@ def transpose_keys(keys, head, share, identity):
     return transposed
 
 
+def contract(product, queries, keys, dim):
+    """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), transposed."""
+    for step in range(queries.shape[1]):
+        size = min(dim - step * P, P)
+        nisa.nc_matmul(
+            dst=product,
+            stationary=queries[0:size, step, :],
+            moving=keys[0:size, step, :],
+            accumulate=step > 0,
+        )
+
+
 def compute_scores(scores, q, keys, identity, scale, softcap, has_token_scales, token_scales):
-    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys transposed, scale divided by softcap.
+    """scores (P, tile_k) = cap(q @ k^T); q (P, 1, dim), keys transposed, scale divided by softcap.
 
     `token_scales` (P, tile_k), if there are some, multiply the columns first.
     """
-    dim, steps, tile_k = q.shape[1], keys.shape[1], keys.shape[2]
-    q_turned = nl.ndarray((P, steps, P), dtype=q.dtype, buffer=nl.sbuf)
-    for step in range(steps):
-        start, stop = step * P, min(dim, step * P + P)
-        part = transposed_tile((stop - start, P), q.dtype)
-        transpose(part, q[:, start:stop], identity)
-        nisa.tensor_copy(dst=q_turned[0 : stop - start, step, :], src=part)
+    dim, tile_k = q.shape[2], keys.shape[2]
+    q_turned = turn_rows(q, identity, False)
     for first in range(0, tile_k, BANK):
         last = min(first + BANK, tile_k)
         product = nl.ndarray((P, last - first), dtype=nl.float32, buffer=nl.psum)
-        for step in range(steps):
-            rows = min(dim, step * P + P) - step * P
-            nisa.nc_matmul(
-                dst=product,
-                stationary=q_turned[0:rows, step, :],
-                moving=keys[0:rows, step, first:last],
-                accumulate=step > 0,
-            )
+        contract(product, q_turned[:, :, 0], keys[:, :, first:last], dim)
         if has_token_scales:
             scaled = nl.ndarray(product.shape, dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(
@@ -252,6 +252,17 @@ def turn_tiles(dst, src, identity, by_dma):
             for tile in range(first, last):
                 transpose(part[:, tile - first, :], src[:, tile, :], identity)
             nisa.tensor_copy(dst=dst[:, first:last, :], src=part)
+
+
+def turn_rows(rows, identity, by_dma):
+    """Tiles of rows (P, tiles, dim) as (P, dim / P, tiles, P): dim on the partitions."""
+    tiles, dim = rows.shape[1], rows.shape[2]
+    steps = (dim + P - 1) // P
+    transposed = nl.ndarray((P, steps, tiles, P), dtype=rows.dtype, buffer=nl.sbuf)
+    for step in range(steps):
+        start, stop = step * P, min(dim, step * P + P)
+        turn_tiles(transposed[0 : stop - start, step], rows[:, :, start:stop], identity, by_dma)
+    return transposed
 
 
 def weigh_values(acc, acc_scale, transposed, v, head):
