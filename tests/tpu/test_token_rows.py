@@ -66,11 +66,7 @@ def cases(some, others):
 
 @pytest.mark.device_suite  # of few tokens in the sample
 @pytest.mark.parametrize("case", cases(CASES, OTHER_CASES))
-def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
-    from torch_paged_attn.backends.tpu import attention
-
-    # what lays tiles out around the kernel
-    monkeypatch.delattr(attention, "attend_tiles")
+def test_tokens_are_read_where_they_lie(case, run):
     call = build(dataclasses.replace(MIXED, **(CASES | OTHER_CASES)[case]))
     assert_accurate(*run(call, "on_wait"), call.truth())
 
@@ -106,11 +102,8 @@ def test_a_layout_without_room_for_its_words_goes_by_tiles():
 
 
 @pytest.mark.parametrize("longest", cases([4], [2]))
-def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run, monkeypatch):
+def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run):
     """Speculation: up to so many tokens of each sequence."""
-    from torch_paged_attn.backends.tpu import attention
-
-    monkeypatch.delattr(attention, "attend_tiles")
     seqs = ((longest, 300), (1, 17), (0, 5), (2, 30))
     call = build(dataclasses.replace(MIXED, seqs=seqs, sinks=True))
     assert_accurate(*run(call, "on_wait"), call.truth())

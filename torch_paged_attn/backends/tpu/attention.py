@@ -1,8 +1,9 @@
-"""`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
+"""`attend` runs a call of `flash_varlen` or `blocksparse`: keys are laid out, kernels are launched.
 
 Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
-one token, the others in long tiles (`tile_sizes.py`). No value is read on the host, and no program
-is compiled anew for other lengths.
+one token, the others in long tiles (`tile_sizes.py`). Heads that do not fit VMEM together have
+launches of their own, as have rows of a layout that do not fit the scalar core's memory. No value
+is read on the host, and no program is compiled anew for other lengths.
 """
 
 import dataclasses
@@ -24,29 +25,18 @@ from torch_paged_attn.backends.tpu.dtypes import (
     LANES,
     SUBLANES,
     compute_dtype_of,
+    numbers_of_word,
     refuse,
     to_float8,
 )
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
-from torch_paged_attn.backends.tpu.kernels.launch import (
-    Modifiers,
-    TokenScales,
-    attend_tiles,
-    attend_tokens,
-)
-from torch_paged_attn.backends.tpu.kernels.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.launch import Modifiers, TokenScales, attend_heads
+from torch_paged_attn.backends.tpu.kernels.layout_mask import split_words
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan, reads_tokens
-from torch_paged_attn.backends.tpu.tiles import (
-    Cut,
-    Heads,
-    Lengths,
-    count_up,
-    cut_queries,
-    repeat_tiles,
-)
+from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan
+from torch_paged_attn.backends.tpu.tiles import Heads, Lengths, count_up, folded
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 
@@ -72,59 +62,65 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     if (reason := unsupported(call)) is not None:
         refuse(call.op, reason)
     total_q, num_heads, batch = call.total_q, call.num_heads, call.batch
+    num_kv_heads, head_dim_v, result_dtype = call.num_kv_heads, call.head_dim_v, call.result_dtype
     if total_q == 0 or batch == 0:
-        out = jnp.zeros((total_q, num_heads, call.head_dim_v), call.result_dtype)
+        out = jnp.zeros((total_q, num_heads, head_dim_v), result_dtype)
         return out, jnp.full((num_heads, total_q), -jnp.inf, jnp.float32)
 
-    config = choose_config(config)
     lengths, first_key = lengths_of(call)
-    plan_with = functools.partial(
-        plan, call, lengths=lengths, first_key=first_key, interpret=interpret
+    pages, parts, launches = plan(
+        call,
+        choose_config(config),
+        lengths=lengths,
+        first_key=first_key,
+        interpret=interpret,
     )
-    pages, launches = plan_with(config)
-    can_read = all(reads_tokens(call, pages, options) for options in launches)
-    layouts = 1 if call.layout is None else call.layout.num_heads
-    if not can_read and (call.attn_bias is not None or layouts > 1):
-        # XLA lays a bias out for each row of a tile then, and each layout has tiles of its own
-        config = config if call.attn_bias is None else config.with_bias()
-        pages, launches = plan_with(config, layouts=layouts)
     q = call.q.astype(compute_dtype_of(call.q.dtype))
-    factors = _factors(call, lengths, first_key)
-    if can_read:
-        out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
-        return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
-    q = _filled(q, pages)
-    is_short = lengths.query <= launches[0].tile_q
-
-    results = []
-    for i, options in enumerate(launches):
-        is_whole = i < len(launches) - 1
-        cut = cut_queries(
-            lengths,
-            is_short if is_whole else (~is_short | (len(launches) == 1)),
-            total_q,
-            tile_q=options.tile_q,
-            is_whole=is_whole,
-            window=call.window,
-            num_cores=config.num_cores,
+    dtypes = q.dtype, launches[0].out_dtype
+    if any(num_heads // parts % numbers_of_word(x) for x in dtypes) and launches[-1].tile_q > 1:
+        # loads with strides are of words of 32 bits, with the numbers of several heads
+        q = q.astype(jnp.float32)
+        launches = [dataclasses.replace(x, out_dtype=jnp.dtype(jnp.float32)) for x in launches]
+    if launches[-1].tile_q > 1:  # and of whole registers
+        filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, max(filled, 0))))
+    call, factors = dataclasses.replace(call, q=q), _factors(call, lengths, first_key)
+    bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
+    results = [
+        _attend_part(
+            _part_of(call, i, parts),
+            pages,
+            bounds,
+            factors,
+            [
+                dataclasses.replace(
+                    options,
+                    first_head=i * (num_heads // parts),
+                    first_kv_head=i * num_kv_heads // parts,
+                )
+                for options in launches
+            ],
         )
-        results.append(_attend_cut(call, q, pages, cut, factors, options))
-    out, lse = results[-1]
-    if len(launches) > 1:
-        starts = call.cu_seqlens_q[1:]
-        of_token = jnp.searchsorted(starts, jnp.arange(total_q), side="right")
-        chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
-        out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
-    is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
-    out = out[..., : call.head_dim_v]
-    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
-    return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
+        for i in range(parts)
+    ]
+    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*results, strict=True))
+    return _to_storage(out[..., :head_dim_v], result_dtype, call.out_scale), base_e(lse).T
 
 
-def _filled(q: Array, pages: Pages) -> Array:
-    """Queries as wide as rows of keys that end in numbers of no key."""
-    filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
-    return jnp.pad(q, ((0, 0), (0, 0), (0, filled))) if filled > 0 else q
+def _part_of(call: Call, part: int, parts: int) -> Call:
+    """The call of some heads; its keys are those of all."""
+
+    def heads_of(x: Array | None, axis: int) -> Array | None:
+        # of each query head, of each KV head, or of all
+        if x is None or x.shape[axis] == 1 or parts == 1:
+            return x
+        first, count = part * x.shape[axis] // parts, max(1, x.shape[axis] // parts)
+        return lax.slice_in_dim(x, first, first + count, axis=axis % x.ndim)
+
+    axes = {"q": 1, "sinks": 0, "alibi_slopes": -1, "attn_bias": 0}
+    axes |= {"crow_indices": -2, "col_indices": -2}
+    of_part = {name: heads_of(getattr(call, name), axis) for name, axis in axes.items()}
+    return dataclasses.replace(call, **of_part)
 
 
 class Factors(NamedTuple):
@@ -195,102 +191,59 @@ def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales
     return TokenScales(both, start)
 
 
-def _attend_tokens(
+def _attend_part(
     call: Call,
-    q: Array,
     pages: Pages,
-    lengths: Lengths,
+    bounds: tuple[Array, Array],
     factors: Factors,
     launches: list[Options],
 ) -> tuple[Array, Array]:
     """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
-    results, fold = None, pages.fold
-    if launches[-1].tile_q > 1:  # loads with strides are of whole registers
-        q = _filled(q, pages)
+    results, fold, q = None, pages.fold, call.q
+    total_q, num_heads, width = q.shape
     if fold > 1:
-        per_kv_head = Heads(call.num_kv_heads, call.group_size, 1)
-        q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, -1)
-        q = per_kv_head.folded(q, fold).reshape(call.total_q, call.num_heads * fold, -1)
+        q = q.reshape(total_q, num_heads // launches[0].group_size, launches[0].group_size, width)
+        q = folded(q, fold).reshape(total_q, num_heads * fold, -1)
     for i, options in enumerate(launches):
         if len(launches) > 1:
             least, most = (1, 1) if i == 0 else (2, options.most_queries)
             options = dataclasses.replace(options, least_queries=least, most_queries=most)
-        options = dataclasses.replace(options, clears_padding=i == 0)
-        heads = Heads(
-            call.num_heads // options.group_size,
-            options.group_size,
-            options.tile_q,
-            unit=SUBLANES if fold == 1 else math.gcd(SUBLANES, options.group_size * options.tile_q),
-        )
-        modifiers, words = _modifiers(call, heads, factors, options, fold), None
-        if call.attn_bias is not None:
-            bias = readable(call.attn_bias, options.tile_q, options.block_k)
-            modifiers = modifiers._replace(bias=bias)
+        modifiers = _modifiers(call, factors, options)
+        layouts = [(options.layout_rows, None)]
         if call.layout is not None:
-            words = layout_words(call.layout, options.block_k)
-        bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
-        results = attend_tokens(q, results, pages, bounds, modifiers, words, options)
+            layouts = split_words(call.layout, options, total_q, call.batch, pages.table.size)
+        for rows, words in layouts:
+            options = dataclasses.replace(options, layout_rows=rows, clears_padding=results is None)
+            results = attend_heads(q, results, pages, bounds, modifiers, words, options)
     assert results is not None
     out, lse = results
-    return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]
+    return out, lse[:, 0, :num_heads]
 
 
-def _modifiers(
-    call: Call, heads: Heads, factors: Factors, options: Options, fold: int = 1
-) -> Modifiers:
-    """All but the bias."""
-    slopes, scales = call.alibi_slopes, factors.token_scales
+def _modifiers(call: Call, factors: Factors, options: Options) -> Modifiers:
+    slopes, scales, fold = call.alibi_slopes, factors.token_scales, options.fold
+    bias = call.attn_bias
+    heads = Heads(
+        call.num_heads // options.group_size,
+        options.group_size,
+        options.tile_q,
+        unit=SUBLANES // math.gcd(SUBLANES, fold),
+    )
     if scales is not None:  # what a block reads behind the last key
         behind = (0, options.block_k // LANES), *((0, 0),) * 3
         scales = scales._replace(pages=jnp.pad(scales.pages, behind))
+    if slopes is not None:
+        slopes = slopes.astype(jnp.float32) * LOG2_E
+        slopes = heads.of_heads(slopes, fold) if slopes.ndim == 1 else slopes.reshape(-1)
     return Modifiers(
         sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
-        slopes=None if slopes is None else heads.of_heads(slopes * LOG2_E, fold),
+        slopes=slopes,
         score_scale=factors.score_scale,
         out_factor=factors.out_factor,
-        bias=None,
+        bias=None if bias is None else readable(bias, options.tile_q, options.block_k),
         rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
         token_scales=scales,
     )
-
-
-def _attend_cut(
-    call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
-) -> tuple[Array, Array]:
-    """One launch: results of all tokens, of which only those in the cut's tiles count."""
-    apart = options.head_splits
-    heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
-    tiles, layout = cut.tiles, None
-    if call.layout is not None:
-        of_parts = call.layout
-        if of_parts.num_heads < apart:
-            crow, col = (jnp.repeat(x, apart, axis=-2) for x in of_parts[:2])
-            of_parts = of_parts._replace(crow=crow, col=col)
-        tiles, layout = lay_out_tiles(
-            of_parts,
-            tiles,
-            tile_q=options.tile_q,
-            block_k=options.block_k,
-            num_cores=options.config.num_cores,
-        )
-    elif apart > 1:
-        is_busy = jnp.repeat(tiles.start < tiles.stop, apart)
-        tiles = repeat_tiles(tiles, apart, is_busy, options.config.num_cores)
-    queries = heads.of_tokens(q, cut)
-    if options.fold > 1:
-        queries = heads.folded(queries, options.fold)
-
-    modifiers = _modifiers(call, heads, factors, options, options.fold)
-    if call.attn_bias is not None:
-        # it hides keys row by row: halves of a step would be masked, too
-        options = dataclasses.replace(options, masked_step_k=options.step_k)
-        modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
-    num_tiles, num_kv_heads, *of_head = queries.shape
-    queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
-    out, lse = attend_tiles(queries, pages, tiles, modifiers, layout, options)
-    out = out.reshape(num_tiles, num_kv_heads, *out.shape[2:])
-    lse = lse.reshape(num_tiles, num_kv_heads, -1, 1)
-    return heads.to_tokens(out, cut), heads.to_tokens(lse, cut)
 
 
 def lengths_of(call: Call) -> tuple[Lengths, Array]:

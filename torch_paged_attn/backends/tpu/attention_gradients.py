@@ -101,7 +101,7 @@ def query_gradients(
         shape = (num_buffers, bias.shape[1], rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
     if slopes is not None:
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
+        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
     results = {"dq": Result(q.shape, options.out_dtype, of_tile(q.shape, num_cores))}
@@ -122,7 +122,7 @@ def key_gradients(
     """dk and dv, in tiles as k and v."""
     q, dout, statistics, k, v, bias, slopes, rng = operands
     num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
-    num_tiles, heads = k.shape[:2]
+    num_tiles = k.shape[0]
     scalars: dict[str, Array] = {f"keys_{name}": x for name, x in keys._asdict().items()}
     scalars |= tiles._asdict()
     inputs: dict[str, tuple[Array, Any]] = {
@@ -147,7 +147,7 @@ def key_gradients(
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
     if slopes is not None:
         slopes = slopes.swapaxes(2, 3)
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
+        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
     results = {
@@ -237,7 +237,7 @@ def attend_backward(
     lengths, first_key = lengths_of(call)
     sizes: dict[str, Any] = {"tile_q": options.tile_q, "window": options.window}
     sizes["num_cores"] = options.config.num_cores
-    cut = cut_queries(lengths, jnp.ones(batch, bool), total_q, is_whole=False, **sizes)
+    cut = cut_queries(lengths, total_q, **sizes)
     keys = cut_keys(lengths, first_key, total_k, tile_k=options.block_k, **sizes)
     rows = Rows(dout, lse, delta, is_live)
     launches = [

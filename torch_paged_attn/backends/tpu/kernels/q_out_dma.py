@@ -64,7 +64,16 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
         of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
         of_sequence = jnp.where(is_chosen, of_sequence, 0)
         if refs.layout_words is not None:
-            return lax.fori_loop(0, of_sequence, write, count)
+
+            def first_tile(row: int | None, otherwise: Any) -> Any:
+                """The first tile that begins in this row of the layout, or behind it."""
+                if row is None:
+                    return otherwise
+                tokens = row * options.block_sizes[0] - past + (tile_q - 1)
+                return jnp.clip(tokens >> (tile_q.bit_length() - 1), 0, of_sequence)
+
+            begin, end = map(first_tile, options.layout_rows, (0, of_sequence))
+            return lax.fori_loop(begin, end, write, count)
         # the first one without a branch: the next tile is written over what is none
         write(jnp.int32(0), count)
         return lax.fori_loop(1, of_sequence, write, count + jnp.minimum(of_sequence, 1))
@@ -153,9 +162,13 @@ class TokenRows:
         refs, options = self.refs, self.options
         if options.tile_q == 1:
             _, _, count, width = refs.q_tokens.shape
+            each = refs.q.shape[2] // options.fold
             if (count, width) != refs.q.shape[2:]:
                 refs.q[0] = jnp.zeros_like(refs.q[0])
-            refs.q[0, :, :count, :width] = refs.q_tokens[0]
+            size = options.group_size if each > options.group_size else count
+            for i in range(count // size):  # copies of the queries begin at whole registers
+                tokens = refs.q_tokens[0, :, i * size : (i + 1) * size]
+                refs.q[0, :, i * each : i * each + size, :width] = tokens.astype(refs.q.dtype)
             return
 
         for part, lanes in _lanes(refs.q_tokens.shape[0]):
@@ -163,7 +176,7 @@ class TokenRows:
             for word in self._words(tokens):
                 for i, x in enumerate(self._load(tokens, word)):
                     head, rows = self._rows_of(tokens, word, i)
-                    refs.q[0, head, rows, lanes] = x
+                    refs.q[0, head, rows, lanes] = x.astype(refs.q.dtype)
 
     def _words(self, tokens: Any) -> range:
         """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
