@@ -9,7 +9,7 @@ is read on the host, and no program is compiled anew for other lengths.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from torch_paged_attn.backends.tpu.dtypes import (
 )
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
-from torch_paged_attn.backends.tpu.kernels.launch import Modifiers, TokenScales, attend_heads
+from torch_paged_attn.backends.tpu.kernels.launch import attend_heads
 from torch_paged_attn.backends.tpu.kernels.layout_mask import split_words
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
@@ -62,53 +62,38 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     if (reason := unsupported(call)) is not None:
         refuse(call.op, reason)
     total_q, num_heads, batch = call.total_q, call.num_heads, call.batch
-    num_kv_heads, head_dim_v, result_dtype = call.num_kv_heads, call.head_dim_v, call.result_dtype
     if total_q == 0 or batch == 0:
-        out = jnp.zeros((total_q, num_heads, head_dim_v), result_dtype)
+        out = jnp.zeros((total_q, num_heads, call.head_dim_v), call.result_dtype)
         return out, jnp.full((num_heads, total_q), -jnp.inf, jnp.float32)
 
     lengths, first_key = lengths_of(call)
     pages, parts, launches = plan(
-        call,
-        choose_config(config),
-        lengths=lengths,
-        first_key=first_key,
-        interpret=interpret,
+        call, choose_config(config), lengths=lengths, first_key=first_key, interpret=interpret
     )
+    heads, kv_heads = num_heads // parts, call.num_kv_heads
     q = call.q.astype(compute_dtype_of(call.q.dtype))
-    dtypes = q.dtype, launches[0].out_dtype
-    if any(num_heads // parts % numbers_of_word(x) for x in dtypes) and launches[-1].tile_q > 1:
-        # loads with strides are of words of 32 bits, with the numbers of several heads
-        q = q.astype(jnp.float32)
-        launches = [dataclasses.replace(x, out_dtype=jnp.dtype(jnp.float32)) for x in launches]
-    if launches[-1].tile_q > 1:  # and of whole registers
+    if launches[-1].tile_q > 1:
+        # loads with strides are of whole lanes, and of words with the numbers of several heads
         filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
         q = jnp.pad(q, ((0, 0), (0, 0), (0, max(filled, 0))))
-    call, factors = dataclasses.replace(call, q=q), _factors(call, lengths, first_key)
-    bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
-    results = [
-        _attend_part(
-            _part_of(call, i, parts),
-            pages,
-            bounds,
-            factors,
-            [
-                dataclasses.replace(
-                    options,
-                    first_head=i * (num_heads // parts),
-                    first_kv_head=i * num_kv_heads // parts,
-                )
-                for options in launches
-            ],
-        )
-        for i in range(parts)
-    ]
+        if any(heads % numbers_of_word(x) for x in (q.dtype, launches[0].out_dtype)):
+            q = q.astype(jnp.float32)
+            launches = [dataclasses.replace(x, out_dtype=jnp.dtype(jnp.float32)) for x in launches]
+    operands = _factors(call) | _token_scales(call, lengths, first_key)
+    operands |= {"cu_seqlens": call.cu_seqlens_q.astype(jnp.int32), "key_lens": lengths.key}
+    results = []
+    for i in range(parts):
+        first = {"first_head": i * heads, "first_kv_head": i * kv_heads // parts}
+        own = [dataclasses.replace(options, **first) for options in launches]
+        part = part_of(dataclasses.replace(call, q=q), i, parts)
+        results.append(_attend_part(part, pages, operands, own))
     out, lse = (jnp.concatenate(x, axis=1) for x in zip(*results, strict=True))
-    return _to_storage(out[..., :head_dim_v], result_dtype, call.out_scale), base_e(lse).T
+    out = _to_storage(out[..., : call.head_dim_v], call.result_dtype, call.out_scale)
+    return out, base_e(lse).T
 
 
-def _part_of(call: Call, part: int, parts: int) -> Call:
-    """The call of some heads; its keys are those of all."""
+def part_of(call: Call, part: int, parts: int) -> Call:
+    """The call of some heads; pages have those of all."""
 
     def heads_of(x: Array | None, axis: int) -> Array | None:
         # of each query head, of each KV head, or of all
@@ -119,42 +104,36 @@ def _part_of(call: Call, part: int, parts: int) -> Call:
 
     axes = {"q": 1, "sinks": 0, "alibi_slopes": -1, "attn_bias": 0}
     axes |= {"crow_indices": -2, "col_indices": -2}
+    if call.block_table is None:
+        axes |= {"k": 1, "v": 1}
     of_part = {name: heads_of(getattr(call, name), axis) for name, axis in axes.items()}
     return dataclasses.replace(call, **of_part)
 
 
-class Factors(NamedTuple):
-    """What scores and outputs are multiplied by, None for 1.
-
-    The first two are (batch * num_kv_heads,): of two dimensions, each row would fill whole lanes of
-    the scalar core's memory.
+def _factors(call: Call) -> dict[str, Array]:
+    """What scores and outputs are multiplied by, (batch * num_kv_heads,): of two dimensions, each
+    row would fill whole lanes of the scalar core's memory.
     """
 
-    score_scale: Array | None
-    out_factor: Array | None
-    token_scales: TokenScales | None
-
-
-def _factors(call: Call, lengths: Lengths, first_key: Array) -> Factors:
     def per_kv_head(descale: Array | None) -> Array:
         factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
         return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads)).reshape(-1)
 
-    score_scale = out_factor = None
+    factors = {}
     # of keys and values, both are by token if one is
     k, v = (None, None) if call.has_token_scales else (call.k_descale, call.v_descale)
     if call.q_descale is not None or k is not None:
-        score_scale = per_kv_head(call.q_descale) * per_kv_head(k)
+        factors["score_scale"] = per_kv_head(call.q_descale) * per_kv_head(k)
     if v is not None or call.dropout_p > 0.0:
-        out_factor = per_kv_head(v) / (1.0 - call.dropout_p)
-    return Factors(score_scale, out_factor, _token_scales(call, lengths, first_key))
+        factors["out_factor"] = per_kv_head(v) / (1.0 - call.dropout_p)
+    return factors
 
 
-def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales | None:
+def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> dict[str, Array]:
     """Scales of the keys that the block table has room for, or of packed keys. They are laid out
     anew: in pages as they lie, XLA would have 128 lanes for those of 16 tokens."""
     if not call.has_token_scales:
-        return None
+        return {}
     given = call.k_descale, call.v_descale
     if (table := call.block_table) is None:
         bound = (call.k.shape[0] + call.batch * (LANES - 1)) // LANES
@@ -183,67 +162,57 @@ def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales
         pages = descale[jnp.clip(table, 0, descale.shape[0] - 1)].swapaxes(1, 2)
         pages = pages.reshape(call.batch, call.num_kv_heads, room)
         pages = jnp.pad(pages, ((0, 0), (0, 0), (0, each * LANES - room)))
-        return (
-            pages.reshape(call.batch, call.num_kv_heads, each, LANES).swapaxes(1, 2).reshape(shape)
-        )
+        pages = pages.reshape(call.batch, call.num_kv_heads, each, LANES)
+        return pages.swapaxes(1, 2).reshape(shape)
 
     both = jnp.stack([of_keys(x).astype(jnp.float32) for x in given], axis=1)
-    return TokenScales(both, start)
+    return {"token_scales": both, "scale_start": start}
 
 
 def _attend_part(
-    call: Call,
-    pages: Pages,
-    bounds: tuple[Array, Array],
-    factors: Factors,
-    launches: list[Options],
+    call: Call, pages: Pages, operands: dict[str, Array], launches: list[Options]
 ) -> tuple[Array, Array]:
     """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
     results, fold, q = None, pages.fold, call.q
     total_q, num_heads, width = q.shape
     if fold > 1:
-        q = q.reshape(total_q, num_heads // launches[0].group_size, launches[0].group_size, width)
+        q = q.reshape(total_q, -1, launches[0].group_size, width)
         q = folded(q, fold).reshape(total_q, num_heads * fold, -1)
     for i, options in enumerate(launches):
         if len(launches) > 1:
             least, most = (1, 1) if i == 0 else (2, options.most_queries)
             options = dataclasses.replace(options, least_queries=least, most_queries=most)
-        modifiers = _modifiers(call, factors, options)
-        layouts = [(options.layout_rows, None)]
+        layouts: list[Any] = [(options.layout_rows, None)]
         if call.layout is not None:
             layouts = split_words(call.layout, options, total_q, call.batch, pages.table.size)
+        own = operands | _of_heads(call, options)
+        if "token_scales" in own:  # what a block reads behind the last key
+            behind = (0, options.block_k // LANES), *((0, 0),) * 3
+            own["token_scales"] = jnp.pad(own["token_scales"], behind)
         for rows, words in layouts:
             options = dataclasses.replace(options, layout_rows=rows, clears_padding=results is None)
-            results = attend_heads(q, results, pages, bounds, modifiers, words, options)
+            results = attend_heads(q, results, pages, own, words, options)
     assert results is not None
     out, lse = results
     return out, lse[:, 0, :num_heads]
 
 
-def _modifiers(call: Call, factors: Factors, options: Options) -> Modifiers:
-    slopes, scales, fold = call.alibi_slopes, factors.token_scales, options.fold
-    bias = call.attn_bias
-    heads = Heads(
-        call.num_heads // options.group_size,
-        options.group_size,
-        options.tile_q,
-        unit=SUBLANES // math.gcd(SUBLANES, fold),
-    )
-    if scales is not None:  # what a block reads behind the last key
-        behind = (0, options.block_k // LANES), *((0, 0),) * 3
-        scales = scales._replace(pages=jnp.pad(scales.pages, behind))
-    if slopes is not None:
+def _of_heads(call: Call, options: Options) -> dict[str, Array]:
+    """What changes the scores of heads."""
+    fold, found = options.fold, {}
+    num_heads, unit = call.num_heads // options.group_size, SUBLANES // math.gcd(SUBLANES, fold)
+    heads = Heads(num_heads, options.group_size, options.tile_q, unit)
+    if call.sinks is not None:
+        found["sinks"] = heads.of_heads(base_2(call.sinks))
+    if (slopes := call.alibi_slopes) is not None:
         slopes = slopes.astype(jnp.float32) * LOG2_E
-        slopes = heads.of_heads(slopes, fold) if slopes.ndim == 1 else slopes.reshape(-1)
-    return Modifiers(
-        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
-        slopes=slopes,
-        score_scale=factors.score_scale,
-        out_factor=factors.out_factor,
-        bias=None if bias is None else readable(bias, options.tile_q, options.block_k),
-        rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
-        token_scales=scales,
-    )
+        is_shared = slopes.ndim == 1
+        found["slopes"] = heads.of_heads(slopes, fold) if is_shared else slopes.reshape(-1)
+    if call.attn_bias is not None:
+        found["bias"] = readable(call.attn_bias, options.tile_q, options.block_k)
+    if call.dropout_p > 0.0:
+        found["rng"] = rng_words_of(call.rng_state)
+    return found
 
 
 def lengths_of(call: Call) -> tuple[Lengths, Array]:

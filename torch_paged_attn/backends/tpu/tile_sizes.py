@@ -74,16 +74,20 @@ class Config:
         tile, block, rest = self.bytes_of_launch(*launch)
         if tile + block + rest <= self.vmem_bytes:
             return self
-        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
-            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        elif self.block_k > LEAST_KEYS:
-            block_k = self.block_k // 2
-            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-        elif self.num_buffers > LEAST_BUFFERS:
+        smaller = self._halved(LEAST_ROWS, tile >= block)
+        if smaller is None and self.num_buffers > LEAST_BUFFERS:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
-        else:
-            return self
-        return smaller.fit(*launch)
+        return self if smaller is None else smaller.fit(*launch)
+
+    def _halved(self, least_rows: int, is_long: bool) -> "Config | None":
+        """With tiles of half the rows, if the tile is the larger part, or blocks of half the keys;
+        None if both are the smallest."""
+        if self.tile_rows > least_rows and (is_long or self.block_k <= LEAST_KEYS):
+            return dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        if self.block_k <= LEAST_KEYS:
+            return None
+        block_k = self.block_k // 2
+        return dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
 
     def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
         """In how many parts the KV heads fit VMEM, each with tiles of its own. Arguments are those
@@ -139,12 +143,8 @@ class Config:
         scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * of_score
         if tiles + scores <= self.vmem_bytes:
             return self
-        if self.tile_rows > least_rows and (query >= key or self.block_k <= LEAST_KEYS):
-            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        elif self.block_k > LEAST_KEYS:
-            block_k = self.block_k // 2
-            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-        else:
+        smaller = self._halved(least_rows, query >= key)
+        if smaller is None:
             return None
         return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 

@@ -47,7 +47,7 @@ class Ring:
     @property
     def num_buffers(self) -> int:
         """Blocks that there is room for."""
-        raise NotImplementedError
+        return int(self.refs.semaphores.shape[1])
 
     @property
     def next_nonempty(self) -> Any:
@@ -225,10 +225,6 @@ class KvLoader(Ring):
     @property
     def next_nonempty(self) -> Any:
         return self.refs.tiles.next_nonempty
-
-    @property
-    def num_buffers(self) -> int:
-        return self.refs.k_buffers.shape[0]
 
     @property
     def pages(self) -> int:

@@ -64,29 +64,6 @@ IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
 IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
-class TokenScales(NamedTuple):
-    """Scales by token in pages of LANES keys, those of a sequence one after the other, with a block
-    behind the last."""
-
-    pages: Array  # (n, 2, num_kv_heads, LANES): of keys, then of values
-    start: Array  # (batch,) int32: a sequence's first page
-
-
-class Modifiers(NamedTuple):
-    """Operands that change scores or results, None where the call does not have them.
-
-    Stacked KV heads count as one, but in `score_scale` and `out_factor`.
-    """
-
-    bias: Array | None  # `kv_pipeline.readable`
-    sinks: Array | None  # (1, num_kv_heads, rows, 1), in base 2
-    slopes: Array | None  # the same, or (batch * num_heads,)
-    score_scale: Array | None  # (batch * num_kv_heads,)
-    out_factor: Array | None  # (batch * num_kv_heads,)
-    token_scales: TokenScales | None
-    rng: Array | None  # three int32: the seed's low and high word, the offset
-
-
 def of_tile(shape: tuple[int, ...], num_cores: int, **memory: Any) -> pl.BlockSpec:
     """The grid step's tile of an operand whose first axis is tiles."""
 
@@ -169,58 +146,11 @@ def launch(
     )(*scalars.values(), *(x for x, _ in inputs.values()))
 
 
-def _tables(pages: Pages, options: Options) -> dict[str, Array]:
-    starts = {} if pages.table_start is None else {"table_start": pages.table_start}
-    return {**starts, "table": pages.table_of_blocks(options.block_k // pages.page_size)}
-
-
-def _keys(pages: Pages) -> dict[str, tuple[Array, pl.BlockSpec]]:
-    values = {} if pages.v is None else {"v_hbm": (pages.v, IN_HBM)}
-    return {"k_hbm": (pages.k, IN_HBM), **values}
-
-
-def _scales(
-    modifiers: Modifiers, scalars: dict[str, Array], inputs: dict[str, Any]
-) -> dict[str, Any]:
-    """Add the scales by token to a kernel's tables and inputs; returns the other modifiers."""
-    others = modifiers._asdict()
-    if (scales := others.pop("token_scales")) is not None:
-        scalars["scale_start"] = scales.start
-        inputs["token_scales"] = scales.pages, IN_HBM
-    return others
-
-
-def _buffers_and_state(
-    pages: Pages, options: Options, heads: int, rows: int, scales: TokenScales | None
-) -> dict[str, Any]:
-    """Buffers of blocks of keys and of their scales, and the state of the softmax of `heads` heads
-    of `rows` rows."""
-    num_buffers, (width_k, width_v) = options.config.num_buffers, pages.widths
-    block_pages = options.block_k // pages.page_size
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
-    of_scales = {}
-    if scales is not None:
-        shape = (num_buffers, options.block_k // LANES, *scales.pages.shape[1:])
-        of_scales = {"scale_buffers": pltpu.VMEM(shape, jnp.float32)}
-    return {
-        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        **({} if pages.shared else of_values),
-        **of_scales,
-        "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
-    }
-
-
 def attend_heads(
     q: Array,
     earlier: tuple[Array, Array] | None,
     pages: Pages,
-    lengths: tuple[Array, Array],
-    modifiers: Modifiers,
+    operands: dict[str, Array],
     words: Array | None,
     options: Options,
 ) -> tuple[Array, Array]:
@@ -229,10 +159,10 @@ def attend_heads(
     token read queries that are narrower than rows of keys.
 
     Where a row of keys holds several, a KV head's queries stand there as often (`tiles.folded`),
-    and a row of out begins with the values' width. `words` are `layout_words`.
-
-    What an earlier launch has written is in `earlier`, whose memory is given away. `lengths` are
-    cu_seqlens_q and the numbers of keys.
+    and a row of out begins with the values' width. `words` are `layout_words`. What an earlier
+    launch has written is in `earlier`, whose memory is given away. `operands` are other inputs by
+    their names in `ForwardRefs`; stacked KV heads count as one in `sinks` and `slopes`, which are
+    (batch * num_heads,) where sequences have their own.
     """
     total_q, num_heads = q.shape[0], q.shape[1] // options.fold
     config, tile_q = options.config, options.tile_q
@@ -240,8 +170,7 @@ def attend_heads(
     heads, rows = num_heads // options.group_size, options.group_size * tile_q
     unit = SUBLANES // math.gcd(SUBLANES, options.fold)
     whole_rows = -(-rows // unit) * unit * options.fold
-    cu_seqlens, key_lens = lengths
-    batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
+    batch, longest = operands["key_lens"].shape[0], min(options.most_queries, total_q)
     # of each sequence the last tile may be in part
     bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
     bound = min(bound, total_q // options.least_queries + 1, total_q)
@@ -249,7 +178,10 @@ def attend_heads(
     of_token = (heads, rows) if tile_q == 1 else (num_heads,)
     of_queries = *of_token[:-1], of_token[-1] * options.fold
 
-    scalars = {**_tables(pages, options), "cu_seqlens": cu_seqlens, "key_lens": key_lens}
+    block_pages = options.block_k // pages.page_size
+    scalars = {"table": pages.table_of_blocks(block_pages)}
+    if pages.table_start is not None:
+        scalars["table_start"] = pages.table_start
     if words is not None:
         _, bounds, num_blocks, of_heads = words.shape
         options = dataclasses.replace(
@@ -260,14 +192,17 @@ def attend_heads(
         scalars["layout_words"] = words.reshape(-1)
         if of_heads > 1:
             scalars["layout_union"] = union_of_heads(words).reshape(-1)
-    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM), **_keys(pages)}
-    for name, x in _scales(modifiers, scalars, inputs).items():
-        if x is None:
-            continue
-        if x.ndim == 4:
-            inputs[name] = x, of_sequence(x, config.num_cores)
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM)}
+    inputs["k_hbm"] = pages.k, IN_HBM
+    if pages.v is not None:
+        inputs["v_hbm"] = pages.v, IN_HBM
+    for name, x in operands.items():
+        if name in ("sinks", "slopes") and x.ndim == 4:
+            inputs[name] = x, pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
+        elif name in ("cu_seqlens", "key_lens", "scale_start"):
+            scalars[name] = x
         else:
-            spec = IN_HBM if name == "bias" else IN_SMEM
+            spec = IN_HBM if name in ("bias", "token_scales") else IN_SMEM
             inputs["slope_table" if name == "slopes" else name] = x, spec
     of_out, of_lse = (total_q, *of_token, width_v), (total_q, 1, LANES)
     results = {
@@ -282,6 +217,7 @@ def attend_heads(
         tokens = tile_q, *heads
         return (*tokens, width) if tile_q == 1 else (width // LANES, *tokens, LANES)
 
+    buffer = (config.num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     statistics = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
     of_tiles = (num_tiles + config.num_cores,)  # the loader looks one tile of each core further
     scratch: dict[str, Any] = {
@@ -293,15 +229,25 @@ def attend_heads(
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_rows": pltpu.VMEM(statistics, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
-        **_buffers_and_state(pages, options, heads, whole_rows, modifiers.token_scales),
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        "semaphores": pltpu.SemaphoreType.DMA((4, config.num_buffers)),
+        "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
+        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
+    if not pages.shared:
+        scratch["v_buffers"] = pltpu.VMEM((*buffer, width_v), pages.k.dtype)
+    if (scales := operands.get("token_scales")) is not None:
+        of_block = config.num_buffers, options.block_k // LANES, *scales.shape[1:]
+        scratch["scale_buffers"] = pltpu.VMEM(of_block, jnp.float32)
     if words is not None:
         scratch |= {
             "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
             "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
         }
-    if modifiers.bias is not None:
-        of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype
+    if (bias := operands.get("bias")) is not None:
+        of_bias, dtype = bias.shape[0], bias.dtype
         copied = rows_of_copy(tile_q, dtype)
         arranged = (of_bias, tile_q)
         if tile_q == 1:
