@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 MOST_HEADS = 8
 MOST_ROWS = 4096
 
+# numbers of 32 bits in the scalar core's memory, without what the compiler keeps there: spilled
+# registers, the grid's indices
+MOST_WORDS = (1 << 18) - (1 << 13)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -45,6 +49,14 @@ class Options:
     # rows of the layout in which the launch's tiles begin; None is no bound
     layout_rows: tuple[int | None, int | None] = (None, None)
     layouts_of_head: int = 0  # of each head of the kernel; 0: all have the same one
+
+    def most_tiles(self, total_q: int, batch: int) -> int:
+        """Of a launch, a multiple of its cores: a sequence's last tile may be one in part."""
+        longest, num_cores = min(self.most_queries, total_q), self.config.num_cores
+        bound = (total_q + batch * (self.tile_q - 1)) // self.tile_q
+        bound = min(batch if longest <= self.tile_q else bound, total_q)
+        bound = min(bound, total_q // self.least_queries + 1)
+        return max(1, -(-bound // num_cores)) * num_cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

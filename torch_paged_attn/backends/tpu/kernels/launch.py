@@ -19,15 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
-from torch_paged_attn.backends.tpu.kernels.arguments import Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options
 from torch_paged_attn.backends.tpu.kernels.attention import attention_kernel
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
 from torch_paged_attn.backends.tpu.kernels.layout_mask import union_of_heads
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.tiles import Tiles
-
-# numbers of 32 bits, without what the compiler keeps there: spilled registers, the grid's indices
-MOST_WORDS = (1 << 18) - (1 << 13)
 
 
 def require_room(
@@ -170,11 +167,7 @@ def attend_heads(
     heads, rows = num_heads // options.group_size, options.group_size * tile_q
     unit = SUBLANES // math.gcd(SUBLANES, options.fold)
     whole_rows = -(-rows // unit) * unit * options.fold
-    batch, longest = operands["key_lens"].shape[0], min(options.most_queries, total_q)
-    # of each sequence the last tile may be in part
-    bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
-    bound = min(bound, total_q // options.least_queries + 1, total_q)
-    num_tiles = max(1, -(-bound // config.num_cores)) * config.num_cores
+    num_tiles = options.most_tiles(total_q, operands["key_lens"].shape[0])
     of_token = (heads, rows) if tile_q == 1 else (num_heads,)
     of_queries = *of_token[:-1], of_token[-1] * options.fold
 

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, ForwardRefs, Options
 from torch_paged_attn.backends.tpu.kernels.softmax import across
+from torch_paged_attn.backends.tpu.tiles import Tiles
 
 WORD = 32
-MOST_NUMBERS = 7 << 15  # of a launch's tables, of the 2**18 that there is room for
-NUMBERS_OF_TILE = 16  # besides its blocks
+MOST_LAUNCHES = 16  # for the rows of a layout
+ROUNDED = 1 << 12  # numbers by which tables are rounded up, and small ones
 
 
 class Layout(NamedTuple):
@@ -82,24 +83,22 @@ def layout_words(layout: Layout, block_k: int) -> Array:
 def split_words(
     layout: Layout, options: Options, total_q: int, batch: int, entries: int
 ) -> list[tuple[tuple[int | None, int | None], Array]]:
-    """For each launch of the call, the rows of the layout in which its tiles begin and the words of
-    the rows that they touch: one launch if all words, the blocks of tiles and a table of `entries`
-    fit the scalar core's memory together.
+    """For each launch of a call, the rows of the layout in which its tiles begin, and the words of
+    the rows that they touch. It is one launch if all words fit the scalar core's memory beside the
+    blocks of each tile and a table of `entries`.
     """
     words = layout_words(layout, options.block_k)
     layouts, bounds, num_blocks, heads = words.shape
-    rows, tile_q = bounds - 1, options.tile_q
-    num_tiles = batch if tile_q == 1 else (total_q + batch * (tile_q - 1)) // tile_q
-    of_row = layouts * num_blocks * (heads + (heads > 1))
-    numbers = rows * of_row + num_tiles * (num_blocks + NUMBERS_OF_TILE)
-    launches = -(-numbers // max(1, MOST_NUMBERS - entries))
-    if launches == 1:
+    rows, beyond = bounds - 1, num_rows(options.tile_q, layout.q_block_size) - 1
+    of_tiles = options.most_tiles(total_q, batch) * (num_blocks + len(Tiles._fields) + 1)
+    room = MOST_WORDS - ROUNDED - entries - of_tiles
+    each = room // (layouts * num_blocks * (heads + (heads > 1))) - beyond - 1
+    if each + beyond >= rows or each * MOST_LAUNCHES < rows:
         return [((None, None), words)]
-    each, beyond = -(-rows // launches), num_rows(tile_q, layout.q_block_size) - 1
     parts = []
     for first in range(0, rows, each):
-        own = words[:, first : min(first + each + beyond, rows)]
-        own = jnp.concatenate([own, words[:, rows:]], axis=1)
+        end = min(first + each + beyond, rows)
+        own = jnp.concatenate([words[:, first:end], words[:, rows:]], axis=1)
         stop = first + each if first + each < rows else None
         parts.append(((first or None, stop), own))
     return parts

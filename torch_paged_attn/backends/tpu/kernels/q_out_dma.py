@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words, numbers_of_word
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, halves_of_words, numbers_of_word
 from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
 from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
 
@@ -190,12 +190,15 @@ class TokenRows:
         return head, slice(of_group * tile_q, (of_group + 1) * tile_q)
 
     def _strided(self, tokens: Any, word: int) -> tuple[Any, Any]:
-        """Tokens as rows of words of 32 bits, and the rows of one word."""
+        """Tokens as rows of words of 32 bits, and the index of one word's rows."""
         tile_q, num_heads, width = tokens.shape
         num_words = num_heads // numbers_of_word(tokens.dtype)
         if num_words < num_heads:
             tokens = tokens.bitcast(jnp.int32)
-        return tokens.reshape(tile_q * num_words, width), pl.ds(word, tile_q, stride=num_words)
+        if num_words % SUBLANES and num_words not in (1, 2, 4):  # a token's end fills no register
+            return tokens, (slice(None), word)
+        rows = pl.ds(word, tile_q, stride=num_words), slice(None)
+        return tokens.reshape(tile_q * num_words, width), rows
 
     def _load(self, tokens: Any, word: int) -> list[Array]:
         """The rows (tile_q, n) of a word's heads."""
@@ -203,7 +206,7 @@ class TokenRows:
         if self.options.interpret:  # which knows no refs of another shape or type
             return [tokens[:, word * count + i] for i in range(count)]
         rows, which = self._strided(tokens, word)
-        x = rows[which, :]
+        x = rows[which]
         if count == 1:
             return [x]
         return [half.astype(tokens.dtype) for half in halves_of_words(x)]
@@ -217,10 +220,10 @@ class TokenRows:
             return
         rows, which = self._strided(tokens, word)
         if count == 1:
-            [rows[which, :]] = heads
+            [rows[which]] = heads
             return
         lower, upper = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in heads)
-        rows[which, :] = lax.shift_right_logical(lower, 16) | upper
+        rows[which] = lax.shift_right_logical(lower, 16) | upper
 
     def begin_results(self, has_earlier: Array) -> None:
         """Wait for the results of the core's tile before this one, whose memory is needed."""
