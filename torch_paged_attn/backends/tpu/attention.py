@@ -199,7 +199,8 @@ def _attend_part(
 
 def _of_heads(call: Call, options: Options) -> dict[str, Array]:
     """What changes the scores of heads."""
-    fold, found = options.fold, {}
+    fold = options.fold
+    found: dict[str, Array] = {}
     num_heads, unit = call.num_heads // options.group_size, SUBLANES // math.gcd(SUBLANES, fold)
     heads = Heads(num_heads, options.group_size, options.tile_q, unit)
     if call.sinks is not None:
