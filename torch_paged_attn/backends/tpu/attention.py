@@ -79,13 +79,14 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         if any(heads % numbers_of_word(x) for x in (q.dtype, launches[0].out_dtype)):
             q = q.astype(jnp.float32)
             launches = [dataclasses.replace(x, out_dtype=jnp.dtype(jnp.float32)) for x in launches]
+    changed: dict[str, Any] = {"q": q}
     operands = _factors(call) | _token_scales(call, lengths, first_key)
     operands |= {"cu_seqlens": call.cu_seqlens_q.astype(jnp.int32), "key_lens": lengths.key}
     results = []
     for i in range(parts):
-        first = {"first_head": i * heads, "first_kv_head": i * kv_heads // parts}
+        first: dict[str, Any] = {"first_head": i * heads, "first_kv_head": i * kv_heads // parts}
         own = [dataclasses.replace(options, **first) for options in launches]
-        part = part_of(dataclasses.replace(call, q=q), i, parts)
+        part = part_of(dataclasses.replace(call, **changed), i, parts)
         results.append(_attend_part(part, pages, operands, own))
     out, lse = (jnp.concatenate(x, axis=1) for x in zip(*results, strict=True))
     out = _to_storage(out[..., : call.head_dim_v], call.result_dtype, call.out_scale)
@@ -106,7 +107,9 @@ def part_of(call: Call, part: int, parts: int) -> Call:
     axes |= {"crow_indices": -2, "col_indices": -2}
     if call.block_table is None:
         axes |= {"k": 1, "v": 1}
-    of_part = {name: heads_of(getattr(call, name), axis) for name, axis in axes.items()}
+    of_part: dict[str, Any] = {
+        name: heads_of(getattr(call, name), axis) for name, axis in axes.items()
+    }
     return dataclasses.replace(call, **of_part)
 
 

@@ -148,7 +148,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
         if call.keys_of_row > 1 or is_packed:
             k = with_rows(k, call.head_dim, packed=is_packed)
             v = None if v is None else with_rows(v, call.head_dim_v, packed=is_packed)
-        k, v = (None if x is None else _filled(to_bits(x)) for x in (k, v))
+        k, v = _filled(to_bits(k)), None if v is None else _filled(to_bits(v))
         return Pages(k, v, table.reshape(-1), table_stride=max_pages, fold=fold, shared=shared)
     if call.keys_of_row > 1:
         k = with_rows(k, call.head_dim, packed=False)
