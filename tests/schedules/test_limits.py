@@ -141,7 +141,7 @@ def test_tables_compile_up_to_our_limit_and_are_refused_beyond_it(case, generati
 
 @over(["layout"])
 def test_a_layout_of_too_many_blocks_is_refused(case, generation):
-    tokens, block = 1 << 16, 64
+    tokens, block = 1 << 17, 64
     rows = tokens // block
     q = ShapeDtypeStruct((tokens, HEADS, HEAD_DIM), jnp.bfloat16)
     k = ShapeDtypeStruct((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16)

@@ -55,6 +55,10 @@ ATTENTION = {
     "speculative_mqa": {"queries": 4, "num_heads": 8, "num_kv_heads": 1},
     "mixed": {"queries": 256},
     "mixed_mha": {"queries": 256, "num_kv_heads": 32},
+    # heads whose numbers fill no whole registers or words
+    "mixed_28_4": {"queries": 20, "num_heads": 28, "num_kv_heads": 4},
+    "mixed_7": {"queries": 20, "num_heads": 7, "num_kv_heads": 7},
+    "mixed_alibi_of_sequences": {"queries": 20, "alibi": "sequences"},
     "mixed_d80": {"queries": 256, "head_dim": 80},
     "mixed_d256": {"queries": 256, "head_dim": 256},
     "mixed_features": FEATURES | {"queries": 256},
@@ -118,7 +122,8 @@ def _attention(
     if sinks:
         arguments["sinks"] = per_head
     if alibi:
-        arguments["alibi_slopes"] = per_head
+        of_sequences = array((batch, num_heads), jnp.float32)
+        arguments["alibi_slopes"] = of_sequences if alibi == "sequences" else per_head
     if bias:
         arguments["attn_bias"] = array((1, total_q, max_keys), jnp.bfloat16)
     if "dropout_p" in options:

@@ -14,7 +14,12 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.torch_side import binding, front_ends
-from torch_paged_attn.backends.tpu.torch_side.tensors import is_front_of, memory_of, whole_of
+from torch_paged_attn.backends.tpu.torch_side.tensors import (
+    is_front_of,
+    memory_of,
+    pad_attention,
+    whole_of,
+)
 from torch_paged_attn.testing import PROBLEMS, SELECTED, assert_accurate, build
 
 # each with a tensor that has an entry for every sequence, or words of its own
@@ -225,6 +230,16 @@ def test_calls_of_one_bucket_share_a_function():
         q, k, v = torch.zeros(3, batch, 4, 8)
         binding.flash_varlen(q, k, v, cu_seqlens, None, 1, max_seqlen_k, causal=causal, run=run)
     assert functions[0] is functions[1] is not functions[2]
+
+
+def test_a_decode_has_tiles_of_one_token():
+    """The hint of 1 is no bucket: with 8, tiles would have eight times the rows."""
+    q = torch.zeros(3, 4, 8)
+    given = {"q": q, "k": q, "v": q, "cu_seqlens_q": torch.arange(4, dtype=torch.int32)}
+    hints = {1: 1, 2: 8, 9: 16}
+    for hint, longest in hints.items():
+        padded = pad_attention(Call.of("flash_varlen", given | {"max_seqlen_q": hint}))
+        assert padded.max_seqlen_q == longest
 
 
 def test_call_is_a_pytree():

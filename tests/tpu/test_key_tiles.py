@@ -27,8 +27,7 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     first_query, first_key = np.cumsum(query) - query, np.cumsum(key + gaps) - (key + gaps)
     given = Lengths(*(jnp.asarray(x, jnp.int32) for x in (first_query, query, key)))
     sizes = dict(tile_q=TILE_Q, window=Window(left, right), num_cores=num_cores)
-    every = jnp.ones(BATCH, bool)
-    cut = cut_queries(given, every, TOTAL_Q, is_whole=False, **sizes)
+    cut = cut_queries(given, TOTAL_Q, **sizes)
     keys = cut_keys(given, jnp.asarray(first_key), TOTAL_K, tile_k=TILE_K, **sizes)
 
     # by hand: which tokens of q see which rows of k

@@ -1,4 +1,4 @@
-"""Calls with a bias or a layout read queries, and the bias, where they lie."""
+"""Every call reads queries, and a bias, where they lie; heads and lanes are filled before it."""
 
 import dataclasses
 import functools
@@ -30,6 +30,14 @@ CASES = {
     "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
     "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
     "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
+    # heads that fill no words, lanes or registers
+    "odd_heads": {"num_heads": 3, "num_kv_heads": 3},
+    "one_narrow_head_of_each_kv_head": {
+        "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "page_size": 32, "alibi": "batch"
+    },
+    "biases_of_odd_groups": {
+        "num_heads": 6, "head_dim": 64, "bias": "float", "bias_heads": "all"
+    },
     # pairs of heads of 16 bits are of two KV heads
     "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
 }  # fmt: skip
@@ -51,6 +59,12 @@ OTHER_CASES = {
         "layout": Layout(32, 128, "all", density=0.3), "num_heads": 8, "num_kv_heads": 1
     },
     "wide": {"head_dim": 256, "bias": "float"},
+    "wide_values": {"head_dim": 64, "head_dim_v": 128},
+    "slopes_of_sequences": {"alibi": "batch", "num_heads": 6},
+    "narrow_layout": {"head_dim": 64, "layout": Layout(16, 32, "kv")},
+    "narrow_dropout": {"head_dim": 64, "dropout_p": 0.3},
+    # more than there are lanes for their lse, of one KV head
+    "many_heads": {"num_heads": 130, "num_kv_heads": 1, "seqs": ((1, 90), (1, 5), (0, 9))},
 }  # fmt: skip
 
 
@@ -66,11 +80,7 @@ def cases(some, others):
 
 @pytest.mark.device_suite  # of few tokens in the sample
 @pytest.mark.parametrize("case", cases(CASES, OTHER_CASES))
-def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
-    from torch_paged_attn.backends.tpu import attention
-
-    # what lays tiles out around the kernel
-    monkeypatch.delattr(attention, "attend_tiles")
+def test_tokens_are_read_where_they_lie(case, run):
     call = build(dataclasses.replace(MIXED, **(CASES | OTHER_CASES)[case]))
     assert_accurate(*run(call, "on_wait"), call.truth())
 
@@ -83,8 +93,20 @@ def test_a_bias_of_few_tokens(seqs, run):
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
-def test_a_layout_without_room_for_its_words_goes_by_tiles():
-    """On v4, whose tables of a layout of 60,000 tokens leave no room for words beside them."""
+@pytest.mark.device_suite
+def test_rows_of_a_layout_have_launches_of_their_own(run, monkeypatch):
+    """Where its words do not fit the scalar core's memory."""
+    from torch_paged_attn.backends.tpu.kernels import layout_mask
+
+    monkeypatch.setattr(layout_mask, "MOST_WORDS", layout_mask.ROUNDED + 400)
+    sparse = Layout(16, 32, "all", density=0.5)
+    seqs = (70, 200), (1, 90), (20, 30)
+    call = build(dataclasses.replace(MIXED, num_heads=4, seqs=seqs, layout=sparse))
+    assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+def test_a_layout_of_60_000_tokens_has_room_on_v4():
+    """Beside the blocks of its tiles there is room for some of its rows at a time."""
     import jax
     import jax.numpy as jnp
 
@@ -106,11 +128,8 @@ def test_a_layout_without_room_for_its_words_goes_by_tiles():
 
 
 @pytest.mark.parametrize("longest", cases([4], [2]))
-def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run, monkeypatch):
+def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run):
     """Speculation: up to so many tokens of each sequence."""
-    from torch_paged_attn.backends.tpu import attention
-
-    monkeypatch.delattr(attention, "attend_tiles")
     seqs = ((longest, 300), (1, 17), (0, 5), (2, 30))
     call = build(dataclasses.replace(MIXED, seqs=seqs, sinks=True))
     assert_accurate(*run(call, "on_wait"), call.truth())
@@ -132,7 +151,7 @@ OTHER_PARTS = {
 
 @pytest.mark.device_suite
 @pytest.mark.parametrize("case", cases(PARTS, OTHER_PARTS))
-def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
+def test_heads_that_do_not_fit_together_have_launches_of_their_own(case, run):
     """As 128 KV heads of DeepSeek's prefill do not on v4."""
     from torch_paged_attn.backends.tpu.tile_sizes import Config
 

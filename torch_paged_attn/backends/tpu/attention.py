@@ -1,14 +1,15 @@
-"""`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
+"""`attend` runs a call of `flash_varlen` or `blocksparse`: keys are laid out, kernels are launched.
 
 Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
-one token, the others in long tiles (`tile_sizes.py`). No value is read on the host, and no program
-is compiled anew for other lengths.
+one token, the others in long tiles (`tile_sizes.py`). Heads that do not fit VMEM together have
+launches of their own, as have rows of a layout that do not fit the scalar core's memory. No value
+is read on the host, and no program is compiled anew for other lengths.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,29 +25,18 @@ from torch_paged_attn.backends.tpu.dtypes import (
     LANES,
     SUBLANES,
     compute_dtype_of,
+    numbers_of_word,
     refuse,
     to_float8,
 )
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import readable
-from torch_paged_attn.backends.tpu.kernels.launch import (
-    Modifiers,
-    TokenScales,
-    attend_tiles,
-    attend_tokens,
-)
-from torch_paged_attn.backends.tpu.kernels.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.kernels.launch import attend_heads
+from torch_paged_attn.backends.tpu.kernels.layout_mask import split_words
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan, reads_tokens
-from torch_paged_attn.backends.tpu.tiles import (
-    Cut,
-    Heads,
-    Lengths,
-    count_up,
-    cut_queries,
-    repeat_tiles,
-)
+from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, plan
+from torch_paged_attn.backends.tpu.tiles import Heads, Lengths, count_up, folded
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 
@@ -76,89 +66,77 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         out = jnp.zeros((total_q, num_heads, call.head_dim_v), call.result_dtype)
         return out, jnp.full((num_heads, total_q), -jnp.inf, jnp.float32)
 
-    config = choose_config(config)
     lengths, first_key = lengths_of(call)
-    plan_with = functools.partial(
-        plan, call, lengths=lengths, first_key=first_key, interpret=interpret
+    pages, parts, launches = plan(
+        call, choose_config(config), lengths=lengths, first_key=first_key, interpret=interpret
     )
-    pages, launches = plan_with(config)
-    can_read = all(reads_tokens(call, pages, options) for options in launches)
-    layouts = 1 if call.layout is None else call.layout.num_heads
-    if not can_read and (call.attn_bias is not None or layouts > 1):
-        # XLA lays a bias out for each row of a tile then, and each layout has tiles of its own
-        config = config if call.attn_bias is None else config.with_bias()
-        pages, launches = plan_with(config, layouts=layouts)
+    heads, kv_heads = num_heads // parts, call.num_kv_heads
     q = call.q.astype(compute_dtype_of(call.q.dtype))
-    factors = _factors(call, lengths, first_key)
-    if can_read:
-        out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
-        return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
-    q = _filled(q, pages)
-    is_short = lengths.query <= launches[0].tile_q
-
+    if launches[-1].tile_q > 1:
+        # loads with strides are of whole lanes, and of words with the numbers of several heads
+        filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, max(filled, 0))))
+        if any(heads % numbers_of_word(x) for x in (q.dtype, launches[0].out_dtype)):
+            q = q.astype(jnp.float32)
+            launches = [dataclasses.replace(x, out_dtype=jnp.dtype(jnp.float32)) for x in launches]
+    changed: dict[str, Any] = {"q": q}
+    operands = _factors(call) | _token_scales(call, lengths, first_key)
+    operands |= {"cu_seqlens": call.cu_seqlens_q.astype(jnp.int32), "key_lens": lengths.key}
     results = []
-    for i, options in enumerate(launches):
-        is_whole = i < len(launches) - 1
-        cut = cut_queries(
-            lengths,
-            is_short if is_whole else (~is_short | (len(launches) == 1)),
-            total_q,
-            tile_q=options.tile_q,
-            is_whole=is_whole,
-            window=call.window,
-            num_cores=config.num_cores,
-        )
-        results.append(_attend_cut(call, q, pages, cut, factors, options))
-    out, lse = results[-1]
-    if len(launches) > 1:
-        starts = call.cu_seqlens_q[1:]
-        of_token = jnp.searchsorted(starts, jnp.arange(total_q), side="right")
-        chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
-        out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
-    is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
-    out = out[..., : call.head_dim_v]
-    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
-    return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
+    for i in range(parts):
+        first: dict[str, Any] = {"first_head": i * heads, "first_kv_head": i * kv_heads // parts}
+        own = [dataclasses.replace(options, **first) for options in launches]
+        part = part_of(dataclasses.replace(call, **changed), i, parts)
+        results.append(_attend_part(part, pages, operands, own))
+    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*results, strict=True))
+    out = _to_storage(out[..., : call.head_dim_v], call.result_dtype, call.out_scale)
+    return out, base_e(lse).T
 
 
-def _filled(q: Array, pages: Pages) -> Array:
-    """Queries as wide as rows of keys that end in numbers of no key."""
-    filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
-    return jnp.pad(q, ((0, 0), (0, 0), (0, filled))) if filled > 0 else q
+def part_of(call: Call, part: int, parts: int) -> Call:
+    """The call of some heads; pages have those of all."""
+
+    def heads_of(x: Array | None, axis: int) -> Array | None:
+        # of each query head, of each KV head, or of all
+        if x is None or x.shape[axis] == 1 or parts == 1:
+            return x
+        first, count = part * x.shape[axis] // parts, max(1, x.shape[axis] // parts)
+        return lax.slice_in_dim(x, first, first + count, axis=axis % x.ndim)
+
+    axes = {"q": 1, "sinks": 0, "alibi_slopes": -1, "attn_bias": 0}
+    axes |= {"crow_indices": -2, "col_indices": -2}
+    if call.block_table is None:
+        axes |= {"k": 1, "v": 1}
+    of_part: dict[str, Any] = {
+        name: heads_of(getattr(call, name), axis) for name, axis in axes.items()
+    }
+    return dataclasses.replace(call, **of_part)
 
 
-class Factors(NamedTuple):
-    """What scores and outputs are multiplied by, None for 1.
-
-    The first two are (batch * num_kv_heads,): of two dimensions, each row would fill whole lanes of
-    the scalar core's memory.
+def _factors(call: Call) -> dict[str, Array]:
+    """What scores and outputs are multiplied by, (batch * num_kv_heads,): of two dimensions, each
+    row would fill whole lanes of the scalar core's memory.
     """
 
-    score_scale: Array | None
-    out_factor: Array | None
-    token_scales: TokenScales | None
-
-
-def _factors(call: Call, lengths: Lengths, first_key: Array) -> Factors:
     def per_kv_head(descale: Array | None) -> Array:
         factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
         return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads)).reshape(-1)
 
-    score_scale = out_factor = None
+    factors = {}
     # of keys and values, both are by token if one is
     k, v = (None, None) if call.has_token_scales else (call.k_descale, call.v_descale)
     if call.q_descale is not None or k is not None:
-        score_scale = per_kv_head(call.q_descale) * per_kv_head(k)
+        factors["score_scale"] = per_kv_head(call.q_descale) * per_kv_head(k)
     if v is not None or call.dropout_p > 0.0:
-        out_factor = per_kv_head(v) / (1.0 - call.dropout_p)
-    return Factors(score_scale, out_factor, _token_scales(call, lengths, first_key))
+        factors["out_factor"] = per_kv_head(v) / (1.0 - call.dropout_p)
+    return factors
 
 
-def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales | None:
+def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> dict[str, Array]:
     """Scales of the keys that the block table has room for, or of packed keys. They are laid out
     anew: in pages as they lie, XLA would have 128 lanes for those of 16 tokens."""
     if not call.has_token_scales:
-        return None
+        return {}
     given = call.k_descale, call.v_descale
     if (table := call.block_table) is None:
         bound = (call.k.shape[0] + call.batch * (LANES - 1)) // LANES
@@ -187,110 +165,58 @@ def _token_scales(call: Call, lengths: Lengths, first_key: Array) -> TokenScales
         pages = descale[jnp.clip(table, 0, descale.shape[0] - 1)].swapaxes(1, 2)
         pages = pages.reshape(call.batch, call.num_kv_heads, room)
         pages = jnp.pad(pages, ((0, 0), (0, 0), (0, each * LANES - room)))
-        return (
-            pages.reshape(call.batch, call.num_kv_heads, each, LANES).swapaxes(1, 2).reshape(shape)
-        )
+        pages = pages.reshape(call.batch, call.num_kv_heads, each, LANES)
+        return pages.swapaxes(1, 2).reshape(shape)
 
     both = jnp.stack([of_keys(x).astype(jnp.float32) for x in given], axis=1)
-    return TokenScales(both, start)
+    return {"token_scales": both, "scale_start": start}
 
 
-def _attend_tokens(
-    call: Call,
-    q: Array,
-    pages: Pages,
-    lengths: Lengths,
-    factors: Factors,
-    launches: list[Options],
+def _attend_part(
+    call: Call, pages: Pages, operands: dict[str, Array], launches: list[Options]
 ) -> tuple[Array, Array]:
     """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
-    results, fold = None, pages.fold
-    if launches[-1].tile_q > 1:  # loads with strides are of whole registers
-        q = _filled(q, pages)
+    results, fold, q = None, pages.fold, call.q
+    total_q, num_heads, width = q.shape
     if fold > 1:
-        per_kv_head = Heads(call.num_kv_heads, call.group_size, 1)
-        q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, -1)
-        q = per_kv_head.folded(q, fold).reshape(call.total_q, call.num_heads * fold, -1)
+        q = q.reshape(total_q, -1, launches[0].group_size, width)
+        q = folded(q, fold).reshape(total_q, num_heads * fold, -1)
     for i, options in enumerate(launches):
         if len(launches) > 1:
             least, most = (1, 1) if i == 0 else (2, options.most_queries)
             options = dataclasses.replace(options, least_queries=least, most_queries=most)
-        options = dataclasses.replace(options, clears_padding=i == 0)
-        heads = Heads(
-            call.num_heads // options.group_size,
-            options.group_size,
-            options.tile_q,
-            unit=SUBLANES if fold == 1 else math.gcd(SUBLANES, options.group_size * options.tile_q),
-        )
-        modifiers, words = _modifiers(call, heads, factors, options, fold), None
-        if call.attn_bias is not None:
-            bias = readable(call.attn_bias, options.tile_q, options.block_k)
-            modifiers = modifiers._replace(bias=bias)
+        layouts: list[Any] = [(options.layout_rows, None)]
         if call.layout is not None:
-            words = layout_words(call.layout, options.block_k)
-        bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
-        results = attend_tokens(q, results, pages, bounds, modifiers, words, options)
+            layouts = split_words(call.layout, options, total_q, call.batch, pages.table.size)
+        own = operands | _of_heads(call, options)
+        if "token_scales" in own:  # what a block reads behind the last key
+            behind = (0, options.block_k // LANES), *((0, 0),) * 3
+            own["token_scales"] = jnp.pad(own["token_scales"], behind)
+        for rows, words in layouts:
+            options = dataclasses.replace(options, layout_rows=rows, clears_padding=results is None)
+            results = attend_heads(q, results, pages, own, words, options)
     assert results is not None
     out, lse = results
-    return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]
+    return out, lse[:, 0, :num_heads]
 
 
-def _modifiers(
-    call: Call, heads: Heads, factors: Factors, options: Options, fold: int = 1
-) -> Modifiers:
-    """All but the bias."""
-    slopes, scales = call.alibi_slopes, factors.token_scales
-    if scales is not None:  # what a block reads behind the last key
-        behind = (0, options.block_k // LANES), *((0, 0),) * 3
-        scales = scales._replace(pages=jnp.pad(scales.pages, behind))
-    return Modifiers(
-        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
-        slopes=None if slopes is None else heads.of_heads(slopes * LOG2_E, fold),
-        score_scale=factors.score_scale,
-        out_factor=factors.out_factor,
-        bias=None,
-        rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
-        token_scales=scales,
-    )
-
-
-def _attend_cut(
-    call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
-) -> tuple[Array, Array]:
-    """One launch: results of all tokens, of which only those in the cut's tiles count."""
-    apart = options.head_splits
-    heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
-    tiles, layout = cut.tiles, None
-    if call.layout is not None:
-        of_parts = call.layout
-        if of_parts.num_heads < apart:
-            crow, col = (jnp.repeat(x, apart, axis=-2) for x in of_parts[:2])
-            of_parts = of_parts._replace(crow=crow, col=col)
-        tiles, layout = lay_out_tiles(
-            of_parts,
-            tiles,
-            tile_q=options.tile_q,
-            block_k=options.block_k,
-            num_cores=options.config.num_cores,
-        )
-    elif apart > 1:
-        is_busy = jnp.repeat(tiles.start < tiles.stop, apart)
-        tiles = repeat_tiles(tiles, apart, is_busy, options.config.num_cores)
-    queries = heads.of_tokens(q, cut)
-    if options.fold > 1:
-        queries = heads.folded(queries, options.fold)
-
-    modifiers = _modifiers(call, heads, factors, options, options.fold)
+def _of_heads(call: Call, options: Options) -> dict[str, Array]:
+    """What changes the scores of heads."""
+    fold = options.fold
+    found: dict[str, Array] = {}
+    num_heads, unit = call.num_heads // options.group_size, SUBLANES // math.gcd(SUBLANES, fold)
+    heads = Heads(num_heads, options.group_size, options.tile_q, unit)
+    if call.sinks is not None:
+        found["sinks"] = heads.of_heads(base_2(call.sinks))
+    if (slopes := call.alibi_slopes) is not None:
+        slopes = slopes.astype(jnp.float32) * LOG2_E
+        is_shared = slopes.ndim == 1
+        found["slopes"] = heads.of_heads(slopes, fold) if is_shared else slopes.reshape(-1)
     if call.attn_bias is not None:
-        # it hides keys row by row: halves of a step would be masked, too
-        options = dataclasses.replace(options, masked_step_k=options.step_k)
-        modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
-    num_tiles, num_kv_heads, *of_head = queries.shape
-    queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
-    out, lse = attend_tiles(queries, pages, tiles, modifiers, layout, options)
-    out = out.reshape(num_tiles, num_kv_heads, *out.shape[2:])
-    lse = lse.reshape(num_tiles, num_kv_heads, -1, 1)
-    return heads.to_tokens(out, cut), heads.to_tokens(lse, cut)
+        found["bias"] = readable(call.attn_bias, options.tile_q, options.block_k)
+    if call.dropout_p > 0.0:
+        found["rng"] = rng_words_of(call.rng_state)
+    return found
 
 
 def lengths_of(call: Call) -> tuple[Lengths, Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.attention import lengths_of, rng_words_of
+from torch_paged_attn.backends.tpu.attention import lengths_of, part_of, rng_words_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, LANES, compute_dtype_of, refuse
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
@@ -101,7 +101,7 @@ def query_gradients(
         shape = (num_buffers, bias.shape[1], rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
     if slopes is not None:
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
+        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
     results = {"dq": Result(q.shape, options.out_dtype, of_tile(q.shape, num_cores))}
@@ -122,7 +122,7 @@ def key_gradients(
     """dk and dv, in tiles as k and v."""
     q, dout, statistics, k, v, bias, slopes, rng = operands
     num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
-    num_tiles, heads = k.shape[:2]
+    num_tiles = k.shape[0]
     scalars: dict[str, Array] = {f"keys_{name}": x for name, x in keys._asdict().items()}
     scalars |= tiles._asdict()
     inputs: dict[str, tuple[Array, Any]] = {
@@ -147,7 +147,7 @@ def key_gradients(
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
     if slopes is not None:
         slopes = slopes.swapaxes(2, 3)
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
+        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
     results = {
@@ -233,17 +233,20 @@ def attend_backward(
         dq, dk, dv, dbias = (None if x is None else jnp.zeros_like(x) for x in inputs)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
-    options, num_kv_heads = _choose_options(call, config, interpret)
+    options, parts = _choose_options(call, config, interpret)
     lengths, first_key = lengths_of(call)
     sizes: dict[str, Any] = {"tile_q": options.tile_q, "window": options.window}
     sizes["num_cores"] = options.config.num_cores
-    cut = cut_queries(lengths, jnp.ones(batch, bool), total_q, is_whole=False, **sizes)
+    cut = cut_queries(lengths, total_q, **sizes)
     keys = cut_keys(lengths, first_key, total_k, tile_k=options.block_k, **sizes)
     rows = Rows(dout, lse, delta, is_live)
-    launches = [
-        Launch(call, rows, cut, keys, options, first, num_kv_heads)
-        for first in range(0, call.num_kv_heads, num_kv_heads)
-    ]
+    launches = []
+    for i in range(parts):
+        first = i * (call.num_heads // parts)
+        of_q = slice(first, first + call.num_heads // parts)
+        own = dataclasses.replace(options, first_head=first)
+        of_rows = Rows(*(x[:, of_q] for x in rows))
+        launches.append(Launch(part_of(call, i, parts), of_rows, cut, keys, own))
     dq = dk = dv = dbias = None
     if needs_q or needs_bias:
         dq, dbias = _joined([x.query_gradients(needs_bias) for x in launches])
@@ -274,8 +277,8 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The launches for `num_kv_heads` KV heads from `first` on, and for the query heads of their
-    groups. A call has several if VMEM does not hold tiles of all heads.
+    """The launches for a call of some heads; there are several if VMEM does not hold tiles of all
+    heads.
     """
 
     call: Call
@@ -283,16 +286,10 @@ class Launch:
     cut: Cut
     keys: KeyCut
     options: Options
-    first: int
-    num_kv_heads: int
 
     @property
     def _heads(self) -> Heads:
-        return Heads(self.num_kv_heads, self.call.group_size, self.options.tile_q, LANES)
-
-    @property
-    def _options(self) -> Options:
-        return dataclasses.replace(self.options, first_head=self.first * self.call.group_size)
+        return Heads(self.call.num_kv_heads, self.call.group_size, self.options.tile_q, LANES)
 
     def query_gradients(self, needs_bias: bool) -> tuple[Array, Array | None]:
         """dq (total_q, heads, head_dim), and dbias (total_q, heads, keys) if `needs_bias`. A bias
@@ -301,7 +298,7 @@ class Launch:
         heads, tiles = self._heads, self.keys.per_sequence
         first_key_tile = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
         dq, dbias = query_gradients(
-            self._operands(), self.cut.tiles, first_key_tile, self._options, needs_bias=needs_bias
+            self._operands(), self.cut.tiles, first_key_tile, self.options, needs_bias=needs_bias
         )
         if dbias is not None:
             of_bias = dataclasses.replace(heads, num_kv_heads=dbias.shape[1])
@@ -310,35 +307,30 @@ class Launch:
 
     def key_gradients(self) -> tuple[Array, Array]:
         """dk (total_k, num_kv_heads, head_dim) and dv (total_k, num_kv_heads, head_dim_v)."""
-        dk, dv = key_gradients(self._operands(), self.cut.tiles, self.keys.tiles, self._options)
+        dk, dv = key_gradients(self._operands(), self.cut.tiles, self.keys.tiles, self.options)
         place = self.keys.tile_of * self.options.block_k + self.keys.place_of
-        dk, dv = (
-            x.swapaxes(1, 2).reshape(-1, self.num_kv_heads, x.shape[3])[place] for x in (dk, dv)
-        )
+        dk, dv = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])[place] for x in (dk, dv))
         return dk, dv
 
     def _operands(self) -> Operands:
         call, rows, heads, cut = self.call, self.rows, self._heads, self.cut
-        dtype, group_size = self.options.compute_dtype, call.group_size
-        of_kv = slice(self.first, self.first + self.num_kv_heads)
-        of_q = slice(of_kv.start * group_size, of_kv.stop * group_size)
+        dtype = self.options.compute_dtype
 
         def queries(x: Array) -> Array:
-            x = jnp.where(rows.is_live[:, of_q, None], x[:, of_q], 0)
+            x = jnp.where(rows.is_live[..., None], x, 0)
             return heads.of_tokens(x.astype(dtype), cut, 0.0)
 
         def keys(x: Array) -> Array:
-            return x[:, of_kv].astype(dtype)[self.keys.token].swapaxes(1, 2)
+            return x.astype(dtype)[self.keys.token].swapaxes(1, 2)
 
         bias, slopes = call.attn_bias, call.alibi_slopes
         if bias is not None:
-            bias = bias if bias.shape[0] == 1 else bias[of_q]
             bias = heads.of_bias(bias, cut, self.options.block_k)
         if slopes is not None:
-            slopes = heads.of_heads(slopes[..., of_q] * LOG2_E)
+            slopes = heads.of_heads(slopes * LOG2_E)
         statistics = (
-            heads.of_tokens(rows.lse[:, of_q, None], cut, jnp.inf),
-            heads.of_tokens(rows.delta[:, of_q, None], cut, 0.0),
+            heads.of_tokens(rows.lse[..., None], cut, jnp.inf),
+            heads.of_tokens(rows.delta[..., None], cut, 0.0),
         )
         return Operands(
             q=queries(call.q),
@@ -368,7 +360,8 @@ def wanted_gradients(*args: Any, **options: Any) -> Any:
 
 
 def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[Options, int]:
-    """The options that both kernels are compiled for, and the number of KV heads of a launch."""
+    """The options that both kernels are compiled for, and in how many parts the heads are
+    launched."""
     config = choose_config(config)
     if call.attn_bias is not None:
         config = config.with_bias()
@@ -385,14 +378,14 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
         num_buffers=2,
     )
     widths = call.head_dim, call.head_dim_v
-    itemsize, num_kv_heads = compute_dtype_of(call.q.dtype).itemsize, call.num_kv_heads
+    itemsize = compute_dtype_of(call.q.dtype).itemsize
     least_rows = max(LANES, LEAST_TOKENS * call.group_size)
     # a softcap and ALiBi keep one more float for each score
     sizes = itemsize, least_rows, (call.softcap > 0) + (call.alibi_slopes is not None)
-    fitting = config.fit_backward(num_kv_heads, widths, *sizes)
-    while fitting is None and num_kv_heads > 1:
-        num_kv_heads = max(n for n in range(1, num_kv_heads) if call.num_kv_heads % n == 0)
-        fitting = config.fit_backward(num_kv_heads, widths, *sizes)
+    for parts in (n for n in range(1, call.num_kv_heads + 1) if call.num_kv_heads % n == 0):
+        fitting = config.fit_backward(call.num_kv_heads // parts, widths, *sizes)
+        if fitting is not None:
+            break
     if fitting is None:
         least = f"{least_rows} rows and {LANES} keys of {max(widths)} numbers"
         refuse(f"{call.op}_backward", f"tiles of {least} do not fit {config.vmem_bytes} bytes")
@@ -402,7 +395,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     options = choose_options(call, config, LANES, tile_q, interpret)
     if call.attn_bias is not None:  # which masks every step
         options = dataclasses.replace(options, masked_step_k=options.step_k)
-    return options, num_kv_heads
+    return options, parts
 
 
 def _power_of_two(count: int) -> int:

@@ -130,7 +130,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
             (k, v), lambda x, b, j: x[jnp.minimum(first_key[b] + j, x.shape[0] - 1)], lengths, bound
         )
 
-    shared = call.head_dim_v if call.values_are_keys else 0
+    shared = -(-call.head_dim_v // LANES) * LANES if call.values_are_keys else 0
     v = None if shared else v
     batch, max_pages = block_table.shape
     # ids are not checked on the device: a wrong one must not read outside the cache
@@ -139,14 +139,16 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     whole = SUBLANES if fold > 1 else rows_of_tile(k.dtype)
     is_readable = page_size // fold % whole == 0 and keys_per_step(page_size, fold) <= widest_step
     is_packed = fold > 1 and is_readable
-    if call.keys_of_row > 1 and not is_packed:
-        # rows of several keys are copied when they are taken apart: only the call's pages are
+    is_filled = all(x.shape[-1] % LANES == 0 for x in (k, v) if x is not None)
+    is_taken_apart = call.keys_of_row > 1 and not is_packed
+    if is_taken_apart or (is_readable and fold == 1 and not is_filled):
+        # rows that are taken apart or filled are copied: only the call's pages are
         k, v, table = _picked(k, v, table)
     if is_readable:
         if call.keys_of_row > 1 or is_packed:
             k = with_rows(k, call.head_dim, packed=is_packed)
             v = None if v is None else with_rows(v, call.head_dim_v, packed=is_packed)
-        k, v = to_bits(k), None if v is None else to_bits(v)
+        k, v = _filled(to_bits(k)), None if v is None else _filled(to_bits(v))
         return Pages(k, v, table.reshape(-1), table_stride=max_pages, fold=fold, shared=shared)
     if call.keys_of_row > 1:
         k = with_rows(k, call.head_dim, packed=False)
@@ -168,8 +170,12 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
 
 
 def _picked(k: Array, v: Array | None, table: Array) -> tuple[Array, Array | None, Array]:
-    """Keys and values of the pages in `table` alone, and a table for these."""
+    """Keys and values of the pages in `table` alone, and a table for these; of all pages if the
+    table has more entries.
+    """
     ids = table.reshape(-1)
+    if ids.shape[0] >= k.shape[-4]:
+        return k, v, table
     own = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(table.shape)
     if k.ndim == 5:  # keys and values as one
         return k[0, ids], k[1, ids], own
@@ -187,4 +193,10 @@ def _repage(caches: Iterable[Any], stored, lengths: Lengths, bound: int) -> Page
     key = rank[:, None] * REPAGED + jnp.arange(REPAGED)
     k, v = (stored(x, sequence, key).swapaxes(1, 2) for x in caches)
     start = (jnp.cumsum(counts) - counts).astype(jnp.int32)
-    return Pages(to_bits(k), to_bits(v), jnp.arange(k.shape[0], dtype=jnp.int32), start)
+    k, v = (_filled(to_bits(x)) for x in (k, v))
+    return Pages(k, v, jnp.arange(k.shape[0], dtype=jnp.int32), start)
+
+
+def _filled(x: Array) -> Array:
+    """Rows that end in zeros where they would not fill whole lanes."""
+    return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -x.shape[-1] % LANES)))

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, compute_dtype_of, numbers_of_word
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, compute_dtype_of
 from torch_paged_attn.backends.tpu.kernels.arguments import MOST_HEADS, MOST_ROWS, Options
-from torch_paged_attn.backends.tpu.kernels.launch import MOST_WORDS
 from torch_paged_attn.backends.tpu.kernels.layout_mask import WORD
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.tiles import Lengths
@@ -75,23 +74,26 @@ class Config:
         tile, block, rest = self.bytes_of_launch(*launch)
         if tile + block + rest <= self.vmem_bytes:
             return self
-        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
-            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        elif self.block_k > LEAST_KEYS:
-            block_k = self.block_k // 2
-            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-        elif self.num_buffers > LEAST_BUFFERS:
+        smaller = self._halved(LEAST_ROWS, tile >= block)
+        if smaller is None and self.num_buffers > LEAST_BUFFERS:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
-        else:
-            return self
-        return smaller.fit(*launch)
+        return self if smaller is None else smaller.fit(*launch)
+
+    def _halved(self, least_rows: int, is_long: bool) -> "Config | None":
+        """With tiles of half the rows, if the tile is the larger part, or blocks of half the keys;
+        None if both are the smallest."""
+        if self.tile_rows > least_rows and (is_long or self.block_k <= LEAST_KEYS):
+            return dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        if self.block_k <= LEAST_KEYS:
+            return None
+        block_k = self.block_k // 2
+        return dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
 
     def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
         """In how many parts the KV heads fit VMEM, each with tiles of its own. Arguments are those
         of `bytes_of_launch`.
 
-        1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
-        keys are read once for each tile's tokens.
+        1 if they fit together. If not, the parts are so small that tiles are not halved.
         """
         parts = 1
         while True:
@@ -141,12 +143,8 @@ class Config:
         scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * of_score
         if tiles + scores <= self.vmem_bytes:
             return self
-        if self.tile_rows > least_rows and (query >= key or self.block_k <= LEAST_KEYS):
-            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        elif self.block_k > LEAST_KEYS:
-            block_k = self.block_k // 2
-            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-        else:
+        smaller = self._halved(least_rows, query >= key)
+        if smaller is None:
             return None
         return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 
@@ -185,18 +183,10 @@ SHORT = 8
 
 
 def plan(
-    call: Call,
-    config: Config,
-    *,
-    lengths: Lengths,
-    first_key: Array,
-    interpret: Any,
-    layouts: int = 1,
-) -> tuple[Pages, list[Options]]:
-    """The keys, and what the call's launches are compiled for.
-
-    A tile has all heads, or a part of them if these do not fit VMEM together. Where `layouts` is
-    above 1, it has those of one of so many layouts.
+    call: Call, config: Config, *, lengths: Lengths, first_key: Array, interpret: Any
+) -> tuple[Pages, int, list[Options]]:
+    """The keys, in how many parts the heads are launched, and what a part's launches are compiled
+    for.
     """
     layout, bias = call.layout, call.attn_bias
     if bias is not None and bias.shape[0] > 1:  # a block loads each head's
@@ -209,17 +199,29 @@ def plan(
         (0 if bias is None else bias.shape[0], call.group_size),
         pages.fold,
     )
-    longest, apart = call.max_seqlen_q or call.total_q, layouts
-    if layouts == 1:
-        # a tile of few tokens has fewer rows than `config` says
-        rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
-        tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
-        apart = tiles.parts_of_heads(call.num_kv_heads, *rest)
-    config = config.fit(max(1, call.num_kv_heads // apart), *rest)
-    tile_sizes = _tile_sizes(longest, call.group_size, config)
-    return pages, [
-        _options_of_pages(call, config, pages, tile_q, interpret, apart) for tile_q in tile_sizes
-    ]
+    longest = call.max_seqlen_q or call.total_q
+    # a tile of few tokens has fewer rows than `config` says
+    rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
+    tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
+    parts = tiles.parts_of_heads(call.num_kv_heads, *rest)
+    while not _divides_heads(call, parts):
+        parts += 1
+    config = config.fit(max(1, call.num_kv_heads // parts), *rest)
+    group_size = call.num_heads // max(parts, call.num_kv_heads)
+    return (
+        pages,
+        parts,
+        [
+            _options_of_pages(call, config, pages, tile_q, interpret, parts)
+            for tile_q in _tile_sizes(longest, group_size, config)
+        ],
+    )
+
+
+def _divides_heads(call: Call, parts: int) -> bool:
+    """Whether each part has whole KV heads or is of one, and no more heads than lse has lanes."""
+    are_whole = call.num_kv_heads % parts == 0 or parts % call.num_kv_heads == 0
+    return are_whole and call.num_heads % parts == 0 and call.num_heads // parts <= LANES
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
@@ -235,7 +237,7 @@ def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...
 
 
 def _options_of_pages(
-    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any, apart: int
+    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any, parts: int
 ) -> Options:
     """`choose_options`, with longer blocks for decodes whose KV heads are all in one stack.
 
@@ -244,7 +246,7 @@ def _options_of_pages(
     """
     choose = functools.partial(
         choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
-        fold=pages.fold, apart=apart,
+        fold=pages.fold, parts=parts,
     )  # fmt: skip
     options = choose(config)
     is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
@@ -259,19 +261,19 @@ def _options_of_pages(
 
 def choose_options(
     call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1,
-    apart: int = 1,
+    parts: int = 1,
 ) -> Options:  # fmt: skip
     """What the kernel of tiles of `tile_q` tokens is compiled for. A row of keys holds `fold`; a
-    tile has the heads of one part of `apart`.
+    launch has the heads of one part of `parts`.
     """
     layout = call.layout
     block_sizes, most_k = (1, 1), config.block_k
     if layout is not None:
         block_sizes = layout.q_block_size, layout.k_block_size
         most_k = min(most_k, WORD * layout.k_block_size)
-    group_size, stack = call.num_heads // max(apart, call.num_kv_heads), 1
-    if fold == 1 and apart <= call.num_kv_heads:
-        per_tile = call.num_kv_heads // apart
+    group_size, stack = call.num_heads // max(parts, call.num_kv_heads), 1
+    if fold == 1 and parts <= call.num_kv_heads:
+        per_tile = call.num_kv_heads // parts
         stack = math.gcd(per_tile, max(1, SUBLANES // (group_size * tile_q)))
         group_size *= stack
     unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
@@ -293,7 +295,6 @@ def choose_options(
         softcap=float(call.softcap),
         window=call.window,
         dropout_p=float(call.dropout_p),
-        head_splits=apart,
         block_sizes=block_sizes,
         compute_dtype=compute_dtype_of(call.q.dtype),
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
@@ -312,29 +313,3 @@ def _halved(step_k: int, unit: int, most: int) -> int:
         if step_k <= most:
             break
     return step_k
-
-
-def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
-    """Whether a launch reads queries and writes results where they lie (`q_out_dma.py`)."""
-    slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
-    rows, dtypes = options.group_size * tile_q, (options.compute_dtype, options.out_dtype)
-    is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
-    if layout is not None:
-        # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
-        num_tiles = (call.total_q + call.batch * (tile_q - 1)) // tile_q
-        num_tiles = min(num_tiles, call.batch) if tile_q == 1 else num_tiles
-        numbers = layout.num_words(options.block_k) + pages.table.size
-        numbers += num_tiles * layout.num_blocks(options.block_k)
-        if 2 * numbers > MOST_WORDS:
-            return False
-    return (
-        options.head_splits == 1
-        and all(width % LANES == 0 for width in pages.widths)
-        and pages.widths[1] <= pages.widths[0]
-        and call.num_heads <= LANES
-        and (slopes is None or slopes.ndim == 1)
-        # rows of one token that fill no registers are padded
-        and (rows * pages.fold % SUBLANES == 0 or (tile_q == 1 and pages.fold == 1 and is_one_bias))
-        # loads with strides are of words of 32 bits, with the numbers of several heads
-        and (tile_q == 1 or all(call.num_heads % numbers_of_word(x) == 0 for x in dtypes))
-    )

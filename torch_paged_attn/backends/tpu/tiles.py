@@ -2,9 +2,9 @@
 
 A tile is `tile_q` consecutive tokens of one sequence. The kernel walks the tiles and, for each,
 the keys that some token of it sees: cost follows what is visible, whatever the mix of prefill and
-decode. Shapes are upper bounds; tiles behind the batch's last one see no key. Kernels that read
-tokens as they lie cut their tiles themselves, in the same way (`q_out_dma.plan_tiles`), and pick
-rows out of the tokens; for the others XLA gathers and transposes tokens to rows and back (`Heads`).
+decode. Shapes are upper bounds; tiles behind the batch's last one see no key. The forward's kernel
+cuts its tiles itself, in the same way (`q_out_dma.plan_tiles`), and picks rows out of the tokens;
+for the backward XLA gathers and transposes tokens to rows and back (`Heads`).
 """
 
 import dataclasses
@@ -94,21 +94,12 @@ def count_up(counts: Array, size: int) -> tuple[Array, Array]:
 
 
 def cut_queries(
-    lengths: Lengths,
-    chosen: Array,
-    total_q: int,
-    *,
-    tile_q: int,
-    is_whole: bool,
-    window: Window,
-    num_cores: int,
+    lengths: Lengths, total_q: int, *, tile_q: int, window: Window, num_cores: int
 ) -> Cut:
-    """Tiles of the `chosen` sequences (a bool for each); `is_whole` if each is one tile at most."""
+    """Tiles of all sequences."""
     batch = lengths.query.shape[0]
-    tokens = jnp.where(chosen, lengths.query, 0)
-    per_sequence = lax.div(tokens + (tile_q - 1), jnp.int32(tile_q))
-    bound = batch if is_whole else (total_q + batch * (tile_q - 1)) // tile_q
-    bound = min(total_q, bound)
+    per_sequence = lax.div(lengths.query + (tile_q - 1), jnp.int32(tile_q))
+    bound = min(total_q, (total_q + batch * (tile_q - 1)) // tile_q)
     bound = max(1, -(-bound // num_cores)) * num_cores
     which, rank = count_up(per_sequence, bound)
     is_tile = which < batch
@@ -145,14 +136,6 @@ def cut_queries(
     )
 
 
-def repeat_tiles(tiles: Tiles, count: int, is_busy: Array, num_cores: int) -> Tiles:
-    """Each tile so many times, for parts of its heads; `is_busy` says of all of them whether they
-    see a key.
-    """
-    tiles = jax.tree.map(lambda x: jnp.repeat(x, count), tiles)
-    return tiles._replace(next_nonempty=next_nonempty(is_busy, num_cores))
-
-
 class KeyCut(NamedTuple):
     """Tiles of keys, and where each packed key is in them."""
 
@@ -175,7 +158,7 @@ def cut_keys(
     num_cores: int,
 ) -> KeyCut:
     """Tiles of packed keys, of which sequence b's start at row `first_key[b]`; `tile_q` is the
-    size of `cut_queries`, of all sequences.
+    size of `cut_queries`.
     """
     batch = lengths.key.shape[0]
     per_sequence = lax.div(lengths.key + (tile_k - 1), jnp.int32(tile_k))
@@ -265,16 +248,6 @@ class Heads:
         x = x.transpose(0, 3, 1, 2, 4).reshape(num_tiles * self.tile_q, -1, width)
         return x[cut.tile_of * self.tile_q + cut.place_of]
 
-    def folded(self, q: Array, fold: int) -> Array:
-        """(tiles, heads, rows, n) as (tiles, heads, fold * rows, fold * n), for keys of which
-        `fold` lie in a row. The i-th copy of the rows has its numbers where the i-th key of a row
-        lies, and zeros elsewhere.
-        """
-        width = q.shape[-1]
-        lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
-        axes = ((0, 0),) * (q.ndim - 1)
-        return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)
-
     def of_heads(self, values: Array, fold: int = 1) -> Array:
         """([batch,] num_heads) as (1 or batch, num_kv_heads, fold * rows, 1): a head's number in
         each of its rows, all rows `fold` times.
@@ -298,3 +271,14 @@ class Heads:
             x = jnp.broadcast_to(x, (num_tiles, self.group_size, self.tile_q, keys))
         # padding rows see no key
         return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys), -jnp.inf)
+
+
+def folded(q: Array, fold: int) -> Array:
+    """(tokens, heads, rows, n) as (tokens, heads, fold * rows, fold * n), for keys of which `fold`
+    lie in a row. The i-th copy of the rows has its numbers where the i-th key of a row lies, and
+    zeros elsewhere.
+    """
+    width = q.shape[-1]
+    lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
+    axes = ((0, 0),) * (q.ndim - 1)
+    return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)

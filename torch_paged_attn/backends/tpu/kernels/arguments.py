@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 MOST_HEADS = 8
 MOST_ROWS = 4096
 
+# numbers of 32 bits in the scalar core's memory, without what the compiler keeps there: spilled
+# registers, the grid's indices
+MOST_WORDS = (1 << 18) - (1 << 13)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -29,22 +33,30 @@ class Options:
     softcap: float  # 0 for none
     window: Window
     dropout_p: float
-    # tiles of the same tokens, each with some of the heads: as many as have a layout of their own,
-    # or as it takes for one to fit VMEM
-    head_splits: int
     block_sizes: tuple[int, int]  # of a layout: query tokens and keys of one of its blocks
     compute_dtype: Any  # of what products are computed on
     out_dtype: Any  # of the kernel's results: bfloat16 or float32
     interpret: Any  # Pallas' `interpret`: False compiles
     first_head: int = 0  # the launch's first query head among the call's
+    first_kv_head: int = 0  # and its first KV head among those of the pages
     fold: int = 1  # keys of a row of `k_buffers`
     table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
-    # where the kernel reads tokens as they lie (`q_out_dma.py`)
+    # of the forward (`q_out_dma.py`)
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False
-    layout_shape: tuple[int, int, int] = (0, 0, 0)  # rows, blocks, heads of a layout as it lies
+    layout_shape: tuple[int, int, int] = (0, 0, 0)  # rows, blocks, heads of the layout's words
+    # rows of the layout in which the launch's tiles begin; None is no bound
+    layout_rows: tuple[int | None, int | None] = (None, None)
     layouts_of_head: int = 0  # of each head of the kernel; 0: all have the same one
+
+    def most_tiles(self, total_q: int, batch: int) -> int:
+        """Of a launch, a multiple of its cores: a sequence's last tile may be one in part."""
+        longest, num_cores = min(self.most_queries, total_q), self.config.num_cores
+        bound = (total_q + batch * (self.tile_q - 1)) // self.tile_q
+        bound = min(batch if longest <= self.tile_q else bound, total_q)
+        bound = min(bound, total_q // self.least_queries + 1)
+        return max(1, -(-bound // num_cores)) * num_cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +67,13 @@ class Refs:
 
     tiles: Tiles  # tables, in SMEM
     slopes: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are sinks and biases
-    # (num_tiles, 1 or num_kv_heads, rows, keys); with tokens as they lie (1 or heads, tokens, keys)
+    # (1 or num_heads, tokens, keys), of the backward (num_tiles, 1 or num_kv_heads, rows, keys)
     bias: Any = None
     rng: Any = None  # the seed's low and high word, and the offset
     # scratch
     bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
-    bias_rows: Any = None  # (1 or num_heads, tile_q, block_k), of one token (1, heads, block_k)
+    # of the forward: (1 or num_heads, tile_q, block_k), of one token (1, 1 or all rows, block_k)
+    bias_rows: Any = None
     # (n, num_buffers): of keys, of values, of biases, of scales; or of what `dkdv` has
     semaphores: Any
     cursor: Any  # where the loader stands between two tiles
@@ -98,7 +111,7 @@ class KvRefs(Refs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardRefs(KvRefs):
-    """Of the attention kernels."""
+    """Of the attention kernel: tables, inputs, outputs, scratch."""
 
     score_scale: Any = None  # (batch * num_kv_heads,)
     out_factor: Any = None  # (batch * num_kv_heads,)
@@ -112,28 +125,23 @@ class ForwardRefs(KvRefs):
     l_i: Any
     acc: Any  # (num_kv_heads, rows, head_dim_v)
 
-    # tiles that XLA has laid out: inputs and outputs of a tile
-    layout: Any = None  # (1, 1, turns * rows) words of the tile's blocks
-    out: Any = None  # (1, num_kv_heads, rows, head_dim_v)
-    lse: Any = None  # (1, num_kv_heads, rows up to whole lanes), in base 2
-
-    # tokens as they lie: tables, inputs, outputs, scratch
-    cu_seqlens: Any = None  # (batch + 1,)
-    key_lens: Any = None  # (batch,)
-    num_tiles: Any = None  # (1,)
+    cu_seqlens: Any  # (batch + 1,)
+    key_lens: Any  # (batch,)
+    num_tiles: Any  # (1,)
+    slope_table: Any = None  # (batch * num_heads,), if sequences have slopes of their own
     layout_words: Any = None  # (layouts * (rows + 1) * blocks * heads,)
     layout_union: Any = None  # (layouts * (rows + 1) * blocks,) of all heads, if there are several
-    q_hbm: Any = None  # (total_q, num_heads, head_dim), of tiles of one token heads as in `q`
+    q_hbm: Any  # (total_q, num_heads, head_dim), of tiles of one token heads as in `q`
     # (head_dim // LANES, tile_q, num_heads, LANES), of one token (1, kv, rows, head_dim)
-    q_tokens: Any = None
-    out_hbm: Any = None  # as `q_hbm`
-    out_tokens: Any = None  # as `q_tokens`
-    lse_hbm: Any = None  # (total_q, 1, LANES), in base 2, a lane for a head
-    lse_tokens: Any = None  # (tile_q, 1, LANES)
+    q_tokens: Any
+    out_hbm: Any  # as `q_hbm`
+    out_tokens: Any  # as `q_tokens`
+    lse_hbm: Any  # (total_q, 1, LANES), in base 2, a lane for a head
+    lse_tokens: Any  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
     earlier_lse: Any = None
-    lse_rows: Any = None  # (rows, LANES) of the heads, each in its lane
-    token_semaphores: Any = None  # of queries, of out, of lse
+    lse_rows: Any  # (rows, LANES) of the heads, each in its lane
+    token_semaphores: Any  # of queries, of out, of lse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

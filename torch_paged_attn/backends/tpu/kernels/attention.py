@@ -1,11 +1,10 @@
 """The attention kernel: flash attention over tiles of queries (FlashAttention-2, arXiv 2307.08691).
 
-One grid step is one tile: a few tokens of one sequence, with all heads or, if these do not fit VMEM
-together, a part of them. The rows of a KV head are its group's, `row = g * tile_q + token`, so that
-a decode step's heads share the keys they read.
-Where these rows fill less than a register, several KV heads are stacked in one: their products stay
-apart, the softmax is shared. Keys are loaded in blocks and computed on in steps; those that no
-token of the tile sees are skipped.
+One grid step is one tile: a few tokens of one sequence, with all heads of the launch. The rows of a
+KV head are its group's, `row = g * tile_q + token`, so that a decode step's heads share the keys
+they read. Where these rows fill less than a register, several KV heads are stacked in one: their
+products stay apart, the softmax is shared. Keys are loaded in blocks and computed on in steps;
+those that no token of the tile sees are skipped.
 
 A step is latency: a product, a maximum over lanes, a power, a product. Several heads pass through
 these phases together, so that each works while the others wait.
@@ -15,7 +14,6 @@ and values that no row sees are set to zero, so that their NaN are not multiplie
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,34 +33,16 @@ from torch_paged_attn.backends.tpu.kernels.softmax import FLOOR, MASKED, Softmax
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
-    """What Pallas runs for each tile; `names` are those of `refs` (see `launch.py`)."""
-    named = ForwardRefs.named(names, refs)
-    core, step = pl.program_id(0), pl.program_id(1)
-    tile = step * options.config.num_cores + core
-    loader = KvLoader(named, options, num_tiles)
-    softmax = Softmax(named.m_i, named.l_i, named.acc)
-    attention = TileAttention(named, loader, softmax, options, tile)
-
-    @pl.when(step == 0)
-    def _() -> None:
-        attention.for_heads(softmax.reset)
-
-    loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
-    attention.for_heads(attention.finish)
-
-
-def attention_of_tokens_kernel(
-    *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
-) -> None:
-    """The same with tokens as they lie. It cuts its tiles itself, `num_tiles` at most."""
+    """What Pallas runs for each tile, of which the kernel cuts `num_tiles` at most; `names` are
+    those of `refs` (see `launch.py`)."""
     named = ForwardRefs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     num_cores = options.config.num_cores
     tile = step * num_cores + core
     loader = KvLoader(named, options, num_tiles)
     softmax = Softmax(named.m_i, named.l_i, named.acc)
-    attention = TileAttention(named, loader, softmax, options, tile)
     rows = TokenRows(named, options, tile)
+    attention = TileAttention(named, loader, softmax, options, tile, rows)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -70,6 +50,7 @@ def attention_of_tokens_kernel(
         if options.clears_padding:
             pl.when(core == 0)(lambda: clear_padding(named, options, FLOOR))
         attention.for_heads(softmax.reset)
+        attention.hide_filling_rows()
         pl.when(tile < named.num_tiles[0])(rows.fetch)
 
     @pl.when(tile < named.num_tiles[0])
@@ -78,14 +59,14 @@ def attention_of_tokens_kernel(
         following = dataclasses.replace(rows, tile=tile + num_cores)
         has_following = following.tile < named.num_tiles[0]
         pl.when(has_following)(following.fetch)
+        attention.spread_slopes()
         loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
         rows.begin_results(step > 0)
-        finish = functools.partial(attention.finish, rows=rows)
         if options.tile_q == 1:
-            attention.for_heads(finish)
+            attention.for_heads(attention.finish)
         else:  # stores with strides are of whole words, at places that are known
             words = numbers_of_word(options.out_dtype)
-            attention.for_heads(finish, words // math.gcd(words, options.group_size))
+            attention.for_heads(attention.finish, words // math.gcd(words, options.group_size))
         rows.write_results(~has_following)
 
 
@@ -98,6 +79,7 @@ class TileAttention:
     softmax: Softmax
     options: Options
     tile: Array
+    rows: TokenRows
 
     def for_heads(self, body: Any, unit: int = 0) -> None:
         """`body(heads)` for all heads, as many at a time as are computed on together; with a
@@ -105,25 +87,41 @@ class TileAttention:
         """
         for_heads(self.softmax.m_i.shape[:2], body, unit)
 
-    def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
+    def hide_filling_rows(self) -> None:
+        """Rows that fill up a register see no key: their bias is -inf."""
+        refs = self.refs
+        if refs.bias_rows is not None and self.softmax.m_i.shape[1] > self.options.group_size:
+            refs.bias_rows[...] = jnp.full(refs.bias_rows.shape, -jnp.inf, jnp.float32)
+
+    def spread_slopes(self) -> None:
+        """Slopes of the tile's sequence, if it has its own, to the rows of their heads."""
+        refs, options = self.refs, self.options
+        if (table := refs.slope_table) is None:
+            return
+        num_heads, rows = self.softmax.m_i.shape[:2]
+        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        of_group = lax.div(lax.rem(row, jnp.int32(rows // options.fold)), jnp.int32(options.tile_q))
+        first = refs.tiles.sequence[self.tile] * (num_heads * options.group_size)
+        for head in range(num_heads):
+            column = jnp.zeros((rows, 1), jnp.float32)
+            for i in range(options.group_size):
+                slope = table[first + head * options.group_size + i]
+                column = jnp.where(of_group == i, slope, column)
+            refs.slopes[0, head] = column
+
+    def finish(self, heads: list[Any]) -> None:
         """Write the results of some heads, of which every key has been folded in."""
         refs, options, results = self.refs, self.options, []
         for head in heads:
             sink = None if refs.sinks is None else refs.sinks[0, head]
-            finish = self.softmax.finish if rows is None else self.softmax.finish_rows
-            out, *lse = finish(head, sink, options.compute_dtype, options.fold)
+            out, lse = self.softmax.finish(head, sink, options.compute_dtype, options.fold)
             if refs.out_factor is not None:
                 factor = self.factor(refs.out_factor, head)[: out.shape[0]]
                 out = out * across(factor, out.shape[1])
-            if rows is not None:
-                results.append((out, *lse))
-                continue
-            refs.out[0, head] = out.astype(refs.out.dtype)
-            refs.lse[0, pl.ds(head, 1), :] = lse[0]
-        if rows is not None:
-            outs, of_rows = zip(*results, strict=True)
-            rows.put(heads, outs)
-            rows.put_lse(heads, of_rows)
+            results.append((out, lse))
+        outs, of_rows = zip(*results, strict=True)
+        self.rows.put(heads, outs)
+        self.rows.put_lse(heads, of_rows)
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
         """(rows, n) of as many arrays (rows, n) as KV heads are stacked: a row comes from its own
@@ -138,7 +136,7 @@ class TileAttention:
 
     def factor(self, factors: Any, head: Any) -> Array:
         """The KV heads' factors (rows, LANES), all lanes alike, of the tile's sequence."""
-        first_head = self.loader.first_kv_head(self.tile) + head * self.options.stack
+        first_head = self.options.first_kv_head + head * self.options.stack
         heads = [first_head + i for i in range(self.options.stack)]
         shape = self.softmax.m_i.shape[1:]
         num_kv_heads = self.refs.k_hbm.shape[1]
@@ -146,16 +144,11 @@ class TileAttention:
         values = (factors[first + head] for head in heads)
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
-    def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
+    def attend_block(self, block: Array, slot: Array, _turn: Array) -> None:
         """Fold the block of keys in buffer `slot` into the softmax."""
         refs, first = self.refs, block * self.loader.block_k
         if refs.bias_rows is not None:
             TokenBias(refs, self.options, self.tile).arrange(slot)
-        layout_of = None
-        if refs.layout is not None or refs.layout_words is not None:
-            layout_of = functools.partial(
-                LayoutMask.of_block, refs, self.options, self.tile, block, turn
-            )
 
         def attend_heads(heads: list[Any] | None) -> None:
             """All of them, or some that have layouts of their own."""
@@ -163,7 +156,9 @@ class TileAttention:
             def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
                 self._attend(first, slot, place, width, layout, masked, heads)
 
-            layout = None if layout_of is None else layout_of(heads or [])
+            layout = None
+            if refs.layout_words is not None:
+                layout = LayoutMask.of_block(refs, self.options, self.tile, block, heads or [])
             Pieces(self.refs, self.options, self.tile).walk(first, layout, attend)
 
         if self.options.layouts_of_head:
@@ -186,10 +181,6 @@ class TileAttention:
         rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
         first_key, columns = first + place * width, width // options.fold
         piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
-        first_head: Any = 0
-        if options.head_splits > 1:  # the tile has some of the heads
-            part = lax.rem(self.tile, jnp.int32(options.head_splits))
-            first_head = part * self.softmax.m_i.shape[0]
 
         def stored(buffers: Any, head: Any) -> list[Array]:
             heads = (head * options.stack + i for i in range(options.stack))
@@ -197,7 +188,7 @@ class TileAttention:
 
         def token_scales(head: Any) -> tuple[Array, Array]:
             """Of the keys and of the values of a head, or of a stack."""
-            first_head = loader.first_kv_head(self.tile) + head * options.stack
+            first_head = options.first_kv_head + head * options.stack
             stacked = range(options.stack)
             scales = [loader.scales_of(slot, first_head + i, place, width) for i in stacked]
             if options.stack == 1:
@@ -225,8 +216,6 @@ class TileAttention:
             biases: list[Array | None] = [None] * len(heads)
             if refs.bias_rows is not None:
                 biases = [TokenBias(refs, options, self.tile).of(x, place, width) for x in heads]
-            elif refs.bias is not None:
-                biases = [loader.bias_of(slot, head, place, width) for head in heads]
             keys = [stored(refs.k_buffers, head) for head in heads]
             if refs.v_buffers is None:
                 width_v = self.softmax.acc.shape[2]
@@ -253,7 +242,7 @@ class TileAttention:
 
             def weigh(i: int, p: Array) -> Array:
                 if options.dropout_p > 0.0:
-                    p = kept(p, piece.keep(first_head + heads[i]))
+                    p = kept(p, piece.keep(heads[i]))
                 if refs.token_scales is not None:
                     p = p * token_scales(heads[i])[1]
                     # the scale of what is not seen may be anything

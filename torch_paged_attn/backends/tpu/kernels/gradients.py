@@ -172,10 +172,6 @@ class QueryLoader(Ring):
     def next_nonempty(self) -> Any:
         return self.refs.key_tiles.next_nonempty
 
-    @property
-    def num_buffers(self) -> int:
-        return self.refs.q_buffers.shape[0]
-
     def turns(self, tile: Array) -> Array:
         """How many tiles of queries see some key of the tile."""
         return self.refs.key_tiles.num_visits[tile]

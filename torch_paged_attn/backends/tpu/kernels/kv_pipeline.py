@@ -47,7 +47,7 @@ class Ring:
     @property
     def num_buffers(self) -> int:
         """Blocks that there is room for."""
-        raise NotImplementedError
+        return int(self.refs.semaphores.shape[1])
 
     @property
     def next_nonempty(self) -> Any:
@@ -180,12 +180,16 @@ class TokenBias:
     def arrange(self, slot: Array) -> None:
         """The tile's tokens of what has been copied, in float32 and in base 2."""
         refs, tile_q, count = self.refs, self.options.tile_q, self.refs.bias_buffers.shape[2]
+        rows, size = refs.m_i.shape[1], self.options.group_size
         _, first = self._rows()
 
         def arrange_head(head: Any, _: None) -> None:
             copied = refs.bias_buffers[slot, head].astype(jnp.float32)
             # what is copied begins at whole tiles, and only those can be loaded
             own = pltpu.roll(copied, count - first, 0)[:tile_q]
+            if tile_q == 1 and rows > size:  # whose registers have rows of no head
+                kv_head, of_group = divided(head, size)
+                head = kv_head * rows + of_group
             place = (0, pl.ds(head, 1)) if tile_q == 1 else (head,)
             refs.bias_rows[place] = base_2(own)
 
@@ -193,14 +197,14 @@ class TokenBias:
 
     def of(self, head: Any, place: Array, width: int) -> Array:
         """(rows, width) of one KV head, or of a stack: piece `place` of the block."""
-        refs, size = self.refs, self.options.group_size
+        refs, size, rows = self.refs, self.options.group_size, self.refs.m_i.shape[1]
         columns = pl.ds(pl.multiple_of(place * width, width), width)
         if refs.bias.shape[0] == 1:
-            x, rows = refs.bias_rows[0, :, columns], refs.m_i.shape[1]
+            x = refs.bias_rows[0, :, columns]
             return jnp.tile(x, (size, 1)) if len(x) > 1 else jnp.broadcast_to(x, (rows, width))
-        heads = pl.ds(pl.multiple_of(head * size, size), size)
         if self.options.tile_q == 1:
-            return refs.bias_rows[0, heads, columns]
+            return refs.bias_rows[0, pl.ds(pl.multiple_of(head * rows, rows), rows), columns]
+        heads = pl.ds(pl.multiple_of(head * size, size), size)
         return refs.bias_rows[heads, :, columns].reshape(-1, width)
 
 
@@ -223,10 +227,6 @@ class KvLoader(Ring):
         return self.refs.tiles.next_nonempty
 
     @property
-    def num_buffers(self) -> int:
-        return self.refs.k_buffers.shape[0]
-
-    @property
     def pages(self) -> int:
         """Pages of a block."""
         return self.refs.k_buffers.shape[1]
@@ -246,26 +246,16 @@ class KvLoader(Ring):
 
     def turns(self, tile: Array) -> Array:
         """How many blocks the tile visits."""
-        if self.refs.visits is not None:
-            return self.refs.num_visits[tile]
+        if (refs := self.refs).visits is not None:
+            return refs.num_visits[tile]
         stop, _ = divided(self.refs.tiles.stop[tile] + (self.block_k - 1), self.block_k)
         return stop - self._first_block(tile)
 
     def block(self, tile: Array, turn: Array) -> Array:
         """The block that the tile visits at this turn."""
-        if self.refs.visits is not None:
-            return self.refs.visits[tile * (self.refs.visits.shape[0] // self.num_tiles) + turn]
+        if (visits := self.refs.visits) is not None:
+            return visits[tile * (visits.shape[0] // self.num_tiles) + turn]
         return self._first_block(tile) + turn
-
-    def first_kv_head(self, tile: Array) -> Any:
-        """Of a tile that may have some of the heads."""
-        apart = self.options.head_splits
-        if apart == 1:
-            return 0
-        part, num_kv_heads = lax.rem(tile, jnp.int32(apart)), self.refs.k_hbm.shape[1]
-        if num_kv_heads >= apart:
-            return part * (num_kv_heads // apart)
-        return lax.div(part, jnp.int32(apart // num_kv_heads))
 
     def _first_block(self, tile: Array) -> Array:
         if self.options.window.left < 0:
@@ -320,28 +310,22 @@ class KvLoader(Ring):
         return pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot])
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        if isinstance(self.refs, ForwardRefs) and self.refs.bias_rows is not None:
+        if isinstance(self.refs, ForwardRefs):
             return TokenBias(self.refs, self.options, tile).copy(block, slot)
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
-        count = self.refs.bias_buffers.shape[1]
-        heads = pl.ds(0, count)
-        if self.options.head_splits > 1 and self.refs.bias.shape[1] > 1:
-            heads = pl.ds(lax.rem(tile, jnp.int32(self.options.head_splits)) * count, count)
-        of_tokens = lax.div(tile, jnp.int32(self.options.head_splits))
         return pltpu.make_async_copy(
-            self.refs.bias.at[of_tokens, heads, :, columns],
+            self.refs.bias.at[tile, :, :, columns],
             self.refs.bias_buffers.at[slot],
             self.refs.semaphores.at[2, slot],
         )
 
-    def _copies(self, tile: Array, page: Array, slot: Array, i: Any) -> list[Any]:
+    def _copies(self, page: Array, slot: Array, i: Any) -> list[Any]:
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
         stored = [(self.refs.k_hbm, self.refs.k_buffers, k_done)]
         if self.refs.v_buffers is not None:
             stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
-        heads: Any = slice(None)
-        if self.options.head_splits > 1:
-            heads = pl.ds(self.first_kv_head(tile), self.refs.k_buffers.shape[2])
+        count = self.refs.k_buffers.shape[2]  # of the launch's heads
+        heads = pl.ds(self.options.first_kv_head, count)
         return [
             pltpu.make_async_copy(hbm.at[page, heads], buffers.at[slot, i], done)
             for hbm, buffers, done in stored
@@ -370,7 +354,7 @@ class KvLoader(Ring):
 
                 @pl.when((index >= first) & (index < stop))
                 def _(index=index, page=page):
-                    for copy in self._copies(tile, page, slot, index):
+                    for copy in self._copies(page, slot, index):
                         copy.start()
 
         if together == self.pages:
@@ -398,5 +382,5 @@ class KvLoader(Ring):
 
             @pl.when((i >= first) & (i < stop))
             def _(i=i):
-                for copy in self._copies(tile, jnp.int32(0), slot, i):
+                for copy in self._copies(jnp.int32(0), slot, i):
                     copy.wait()

@@ -1,7 +1,6 @@
 """The launches of kernels: where each operand lies, and which part a grid step gets.
 
-`attend_tiles` is given tiles that XLA has laid out, `attend_tokens` tokens as they lie; the kernels
-compute the same. The scalar core's memory holds a kernel's tables whole: page ids, lengths, tiles,
+The scalar core's memory holds a kernel's tables whole: page ids, lengths, tiles,
 slots. It has 1 MiB on every generation. libtpu says so when it compiles, in words of its own, and
 Pallas' interpreter never does; here a call is refused by name before
 (`tests/schedules/test_limits.py`).
@@ -15,23 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
-from torch_paged_attn.backends.tpu.kernels.arguments import Options
-from torch_paged_attn.backends.tpu.kernels.attention import (
-    attention_kernel,
-    attention_of_tokens_kernel,
-)
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options
+from torch_paged_attn.backends.tpu.kernels.attention import attention_kernel
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
-from torch_paged_attn.backends.tpu.kernels.layout_mask import TileLayout, union_of_heads
+from torch_paged_attn.backends.tpu.kernels.layout_mask import union_of_heads
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.tiles import Tiles
-
-# numbers of 32 bits, without what the compiler keeps there: spilled registers, the grid's indices
-MOST_WORDS = (1 << 18) - (1 << 13)
 
 
 def require_room(
@@ -68,30 +61,6 @@ IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
 IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
-class TokenScales(NamedTuple):
-    """Scales by token in pages of LANES keys, those of a sequence one after the other, with a block
-    behind the last."""
-
-    pages: Array  # (n, 2, num_kv_heads, LANES): of keys, then of values
-    start: Array  # (batch,) int32: a sequence's first page
-
-
-class Modifiers(NamedTuple):
-    """Operands that change scores or results, None where the call does not have them.
-
-    Stacked KV heads count as one, but in `score_scale` and `out_factor`.
-    """
-
-    # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2; or of tokens as they lie
-    bias: Array | None
-    sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
-    slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
-    score_scale: Array | None  # (batch * num_kv_heads,)
-    out_factor: Array | None  # (batch * num_kv_heads,)
-    token_scales: TokenScales | None
-    rng: Array | None  # three int32: the seed's low and high word, the offset
-
-
 def of_tile(shape: tuple[int, ...], num_cores: int, **memory: Any) -> pl.BlockSpec:
     """The grid step's tile of an operand whose first axis is tiles."""
 
@@ -101,17 +70,15 @@ def of_tile(shape: tuple[int, ...], num_cores: int, **memory: Any) -> pl.BlockSp
     return pl.BlockSpec((1, *shape[1:]), index, **memory)
 
 
-def of_sequence(x: Array, num_cores: int, heads: int, apart: int = 1) -> pl.BlockSpec:
-    """What an operand (1 or batch, num_kv_heads, ...) has for the tile's sequence; the kernel's
-    first table says which one that is.
+def of_sequence(x: Array, num_cores: int) -> pl.BlockSpec:
+    """What an operand (1 or batch, ...) has for the tile's sequence; the kernel's first table says
+    which one that is.
     """
 
     def index(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
-        tile = step * num_cores + core
-        head = lax.rem(tile, jnp.int32(apart)) if apart > 1 else 0
-        return sequence[tile] if x.shape[0] > 1 else 0, head, 0, 0
+        return sequence[step * num_cores + core] if x.shape[0] > 1 else 0, 0, 0, 0
 
-    return pl.BlockSpec((1, heads, *x.shape[2:]), index)
+    return pl.BlockSpec((1, *x.shape[1:]), index)
 
 
 class Result(NamedTuple):
@@ -176,106 +143,11 @@ def launch(
     )(*scalars.values(), *(x for x, _ in inputs.values()))
 
 
-def _tables(pages: Pages, options: Options) -> dict[str, Array]:
-    starts = {} if pages.table_start is None else {"table_start": pages.table_start}
-    return {**starts, "table": pages.table_of_blocks(options.block_k // pages.page_size)}
-
-
-def _keys(pages: Pages) -> dict[str, tuple[Array, pl.BlockSpec]]:
-    values = {} if pages.v is None else {"v_hbm": (pages.v, IN_HBM)}
-    return {"k_hbm": (pages.k, IN_HBM), **values}
-
-
-def _scales(
-    modifiers: Modifiers, scalars: dict[str, Array], inputs: dict[str, Any]
-) -> dict[str, Any]:
-    """Add the scales by token to a kernel's tables and inputs; returns the other modifiers."""
-    others = modifiers._asdict()
-    if (scales := others.pop("token_scales")) is not None:
-        scalars["scale_start"] = scales.start
-        inputs["token_scales"] = scales.pages, IN_HBM
-    return others
-
-
-def _buffers_and_state(
-    pages: Pages, options: Options, heads: int, rows: int, scales: TokenScales | None
-) -> dict[str, Any]:
-    """Buffers of blocks of keys and of their scales, and the state of the softmax of `heads` heads
-    of `rows` rows."""
-    num_buffers, (width_k, width_v) = options.config.num_buffers, pages.widths
-    block_pages = options.block_k // pages.page_size
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
-    of_scales = {}
-    if scales is not None:
-        shape = (num_buffers, options.block_k // LANES, *scales.pages.shape[1:])
-        of_scales = {"scale_buffers": pltpu.VMEM(shape, jnp.float32)}
-    return {
-        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        **({} if pages.shared else of_values),
-        **of_scales,
-        "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
-    }
-
-
-def attend_tiles(
-    q: Array,
-    pages: Pages,
-    tiles: Tiles,
-    modifiers: Modifiers,
-    layout: TileLayout | None,
-    options: Options,
-) -> tuple[Array, Array]:
-    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
-    the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
-
-    Stacked KV heads count as one. With `head_splits`, neighbouring tiles have the same tokens and
-    other heads each: then `num_kv_heads` is the number of one tile's.
-    """
-    num_tiles, heads, rows, _ = q.shape
-    out_rows, width_v = rows // options.fold, pages.widths[1]
-    apart, config, bias = options.head_splits, options.config, modifiers.bias
-
-    scalars: dict[str, Array] = {**tiles._asdict(), **_tables(pages, options)}
-    inputs = {"q": (q, of_tile(q.shape, config.num_cores)), **_keys(pages)}
-    for name, x in _scales(modifiers, scalars, inputs).items():
-        if x is not None:
-            spec = IN_HBM if name == "bias" else IN_SMEM
-            if name in ("sinks", "slopes"):
-                spec = of_sequence(x, config.num_cores, heads, apart)
-            inputs[name] = x, spec
-    if layout is not None:
-        scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
-        words = layout.words.reshape(num_tiles, 1, -1)
-        inputs["layout"] = words, of_tile(words.shape, config.num_cores, memory_space=pltpu.SMEM)
-
-    scratch = _buffers_and_state(pages, options, heads, rows, modifiers.token_scales)
-    if bias is not None:
-        shape = (config.num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
-        scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
-
-    of_out = (num_tiles, heads, out_rows, width_v // options.fold)
-    of_lse = (num_tiles, heads, -(-out_rows // LANES) * LANES)
-    results = {
-        "out": Result(of_out, options.out_dtype, of_tile(of_out, config.num_cores)),
-        "lse": Result(of_lse, jnp.float32, of_tile(of_lse, config.num_cores)),
-    }
-    op = "flash_varlen" if layout is None else "blocksparse"
-    memory = Memory(scalars, inputs, results, scratch)
-    out, lse = launch(attention_kernel, op, f"{op}_q{options.tile_q}", num_tiles, memory, options)
-    return out, lse
-
-
-def attend_tokens(
+def attend_heads(
     q: Array,
     earlier: tuple[Array, Array] | None,
     pages: Pages,
-    lengths: tuple[Array, Array],
-    modifiers: Modifiers,
+    operands: dict[str, Array],
     words: Array | None,
     options: Options,
 ) -> tuple[Array, Array]:
@@ -283,29 +155,26 @@ def attend_tokens(
     (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for. Tiles of one
     token read queries that are narrower than rows of keys.
 
-    Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
-    and a row of out begins with the values' width.
-
-    `words` are those of `layout_words`. The bias is `kv_pipeline.readable`.
-
-    What an earlier launch has written is in `earlier`, whose memory is given away. `lengths` are
-    cu_seqlens_q and the numbers of keys.
+    Where a row of keys holds several, a KV head's queries stand there as often (`tiles.folded`),
+    and a row of out begins with the values' width. `words` are `layout_words`. What an earlier
+    launch has written is in `earlier`, whose memory is given away. `operands` are other inputs by
+    their names in `ForwardRefs`; stacked KV heads count as one in `sinks` and `slopes`, which are
+    (batch * num_heads,) where sequences have their own.
     """
     total_q, num_heads = q.shape[0], q.shape[1] // options.fold
     config, tile_q = options.config, options.tile_q
     width_k, width_v = pages.widths
     heads, rows = num_heads // options.group_size, options.group_size * tile_q
-    whole_rows = -(-rows * options.fold // SUBLANES) * SUBLANES
-    cu_seqlens, key_lens = lengths
-    batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
-    # of each sequence the last tile may be in part
-    bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
-    bound = min(bound, total_q // options.least_queries + 1, total_q)
-    num_tiles = max(1, -(-bound // config.num_cores)) * config.num_cores
+    unit = SUBLANES // math.gcd(SUBLANES, options.fold)
+    whole_rows = -(-rows // unit) * unit * options.fold
+    num_tiles = options.most_tiles(total_q, operands["key_lens"].shape[0])
     of_token = (heads, rows) if tile_q == 1 else (num_heads,)
     of_queries = *of_token[:-1], of_token[-1] * options.fold
 
-    scalars = {**_tables(pages, options), "cu_seqlens": cu_seqlens, "key_lens": key_lens}
+    block_pages = options.block_k // pages.page_size
+    scalars = {"table": pages.table_of_blocks(block_pages)}
+    if pages.table_start is not None:
+        scalars["table_start"] = pages.table_start
     if words is not None:
         _, bounds, num_blocks, of_heads = words.shape
         options = dataclasses.replace(
@@ -316,13 +185,18 @@ def attend_tokens(
         scalars["layout_words"] = words.reshape(-1)
         if of_heads > 1:
             scalars["layout_union"] = union_of_heads(words).reshape(-1)
-    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM), **_keys(pages)}
-    for name, x in _scales(modifiers, scalars, inputs).items():
-        if x is not None:
-            spec = IN_HBM if name == "bias" else IN_SMEM
-            if name in ("sinks", "slopes"):
-                spec = pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
-            inputs[name] = x, spec
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM)}
+    inputs["k_hbm"] = pages.k, IN_HBM
+    if pages.v is not None:
+        inputs["v_hbm"] = pages.v, IN_HBM
+    for name, x in operands.items():
+        if name in ("sinks", "slopes") and x.ndim == 4:
+            inputs[name] = x, pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
+        elif name in ("cu_seqlens", "key_lens", "scale_start"):
+            scalars[name] = x
+        else:
+            spec = IN_HBM if name in ("bias", "token_scales") else IN_SMEM
+            inputs["slope_table" if name == "slopes" else name] = x, spec
     of_out, of_lse = (total_q, *of_token, width_v), (total_q, 1, LANES)
     results = {
         "out_hbm": Result(of_out, options.out_dtype, in_place_of="earlier_out" if earlier else ""),
@@ -336,33 +210,47 @@ def attend_tokens(
         tokens = tile_q, *heads
         return (*tokens, width) if tile_q == 1 else (width // LANES, *tokens, LANES)
 
+    buffer = (config.num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     statistics = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
     of_tiles = (num_tiles + config.num_cores,)  # the loader looks one tile of each core further
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM(of_tiles, jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
         "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
-        "q": pltpu.VMEM((1, heads, whole_rows, width_k), q.dtype),
+        "q": pltpu.VMEM((1, heads, whole_rows, width_k), options.compute_dtype),
         "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_rows": pltpu.VMEM(statistics, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
-        **_buffers_and_state(pages, options, heads, whole_rows, modifiers.token_scales),
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        "semaphores": pltpu.SemaphoreType.DMA((4, config.num_buffers)),
+        "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
+        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
+    if not pages.shared:
+        scratch["v_buffers"] = pltpu.VMEM((*buffer, width_v), pages.k.dtype)
+    if (scales := operands.get("token_scales")) is not None:
+        of_block = config.num_buffers, options.block_k // LANES, *scales.shape[1:]
+        scratch["scale_buffers"] = pltpu.VMEM(of_block, jnp.float32)
     if words is not None:
         scratch |= {
             "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
             "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
         }
-    if modifiers.bias is not None:
-        of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype
+    if (bias := operands.get("bias")) is not None:
+        of_bias, dtype = bias.shape[0], bias.dtype
         copied = rows_of_copy(tile_q, dtype)
-        arranged = (1, of_bias) if tile_q == 1 else (of_bias, tile_q)
+        arranged = (of_bias, tile_q)
+        if tile_q == 1:
+            arranged = (1, 1 if of_bias == 1 else heads * whole_rows)
         buffers = config.num_buffers, of_bias, copied, options.block_k
         scratch["bias_buffers"] = pltpu.VMEM(buffers, dtype)
         scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
+    if "slope_table" in inputs:
+        scratch["slopes"] = pltpu.VMEM((1, heads, whole_rows, 1), jnp.float32)
     op = "flash_varlen" if words is None else "blocksparse"
     memory = Memory(scalars, inputs, results, scratch)
-    name = f"{op}_q{tile_q}"
-    out, lse = launch(attention_of_tokens_kernel, op, name, num_tiles, memory, options)
+    out, lse = launch(attention_kernel, op, f"{op}_q{tile_q}", num_tiles, memory, options)
     return out.reshape(total_q, num_heads, width_v), lse

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, ForwardRefs, Options
 from torch_paged_attn.backends.tpu.kernels.softmax import across
-from torch_paged_attn.backends.tpu.tiles import Tiles, repeat_tiles
+from torch_paged_attn.backends.tpu.tiles import Tiles
 
 WORD = 32
+MOST_LAUNCHES = 16  # for the rows of a layout
+ROUNDED = 1 << 12  # numbers by which tables are rounded up, and small ones
 
 
 class Layout(NamedTuple):
@@ -46,14 +48,6 @@ class Layout(NamedTuple):
         return max(1, -(-self.max_keys // block_k))
 
 
-class TileLayout(NamedTuple):
-    """The layout of each tile; with `head_splits`, tiles of the same tokens are neighbours."""
-
-    visits: Array  # (num_tiles, n) blocks of keys, those to visit first
-    num_visits: Array  # (num_tiles,)
-    words: Array  # (num_tiles, n, layout rows that a tile may touch), by turn
-
-
 def num_rows(tile_q: int, q_block_size: int) -> int:
     """Rows of the layout that a tile of consecutive positions may touch."""
     return (tile_q + q_block_size - 2) // q_block_size + 1
@@ -71,53 +65,6 @@ def _entries(crow: Array, col: Array, blocks_per_word: int) -> tuple[Array, Arra
     return row, col // blocks_per_word, bits
 
 
-def _words(layout: Layout, block_k: int) -> Array:
-    """Words of listed blocks, `([batch,] heads, rows, num_blocks)`."""
-    row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
-    *batch, bounds = layout.crow.shape
-    words = jnp.zeros((row.shape[0], bounds - 1, layout.num_blocks(block_k)), jnp.uint32)
-    # columns of a row are unique: a sum of their bits is their union
-    which = jnp.arange(row.shape[0])[:, None]
-    words = words.at[which, row, block].add(bits, mode="drop")
-    return lax.bitcast_convert_type(words, jnp.int32).reshape(*batch, *words.shape[1:])
-
-
-def lay_out_tiles(
-    layout: Layout, tiles: Tiles, *, tile_q: int, block_k: int, num_cores: int
-) -> tuple[Tiles, TileLayout]:
-    """The tiles, repeated for each of the layout's heads, and the blocks that they visit."""
-    q_block_size = layout.q_block_size
-    num_blocks = layout.num_blocks(block_k)
-    words = _words(layout, block_k)
-    words = words if words.ndim == 4 else words[None]
-    of_batch = tiles.sequence if words.shape[0] > 1 else jnp.zeros_like(tiles.sequence)
-
-    first = tiles.position // q_block_size
-    row = first[:, None] + jnp.arange(num_rows(tile_q, q_block_size))
-    # rows behind the tile's last position are not its own
-    is_row = (row >= 0) & (row < words.shape[2])
-    is_row &= row <= ((tiles.position + tile_q - 1) // q_block_size)[:, None]
-    of_row = words[of_batch[:, None], :, jnp.clip(row, 0, words.shape[2] - 1)]
-    of_row = jnp.where(is_row[..., None, None], of_row, 0)  # (num_tiles, rows, heads, num_blocks)
-    of_row = of_row.transpose(0, 2, 3, 1)
-
-    block = jnp.arange(num_blocks)
-    is_reached = (block * block_k < tiles.stop[:, None]) & (
-        (block + 1) * block_k > tiles.start[:, None]
-    )
-    is_visited = is_reached[:, None] & jnp.any(of_row != 0, axis=-1)
-    order = jnp.argsort(~is_visited, axis=-1, stable=True)
-    of_turn = jnp.take_along_axis(of_row, order[..., None], axis=2)
-    num_tiles, heads = order.shape[:2]
-    num_visits = jnp.sum(is_visited, axis=-1).reshape(-1).astype(jnp.int32)
-    tiles = repeat_tiles(tiles, heads, num_visits > 0, num_cores)
-    return tiles, TileLayout(
-        order.reshape(num_tiles * heads, num_blocks).astype(jnp.int32),
-        num_visits,
-        of_turn.reshape(num_tiles * heads, num_blocks, -1),
-    )
-
-
 def layout_words(layout: Layout, block_k: int) -> Array:
     """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys; the
     last row is empty. It depends on no tile, so that XLA computes it once for all layers.
@@ -133,6 +80,30 @@ def layout_words(layout: Layout, block_k: int) -> Array:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
+def split_words(
+    layout: Layout, options: Options, total_q: int, batch: int, entries: int
+) -> list[tuple[tuple[int | None, int | None], Array]]:
+    """For each launch of a call, the rows of the layout in which its tiles begin, and the words of
+    the rows that they touch. It is one launch if all words fit the scalar core's memory beside the
+    blocks of each tile and a table of `entries`.
+    """
+    words = layout_words(layout, options.block_k)
+    layouts, bounds, num_blocks, heads = words.shape
+    rows, beyond = bounds - 1, num_rows(options.tile_q, layout.q_block_size) - 1
+    of_tiles = options.most_tiles(total_q, batch) * (num_blocks + len(Tiles._fields) + 1)
+    room = MOST_WORDS - ROUNDED - entries - of_tiles
+    each = room // (layouts * num_blocks * (heads + (heads > 1))) - beyond - 1
+    if each + beyond >= rows or each * MOST_LAUNCHES < rows:
+        return [((None, None), words)]
+    parts = []
+    for first in range(0, rows, each):
+        end = min(first + each + beyond, rows)
+        own = jnp.concatenate([words[:, first:end], words[:, rows:]], axis=1)
+        stop = first + each if first + each < rows else None
+        parts.append(((first or None, stop), own))
+    return parts
+
+
 def union_of_heads(words: Array) -> Array:
     """What some head lists, of `layout_words`."""
     return lax.reduce(words, jnp.int32(0), lax.bitwise_or, (3,))
@@ -146,8 +117,9 @@ def _place_of(refs: ForwardRefs, options: Options, tile: Array, block: Array, i:
     position, shift = tiles.position[tile], options.block_sizes[0].bit_length() - 1
     row = (position >> shift) + i
     # rows behind the tile's last position are not its own
-    is_row = (row >= 0) & (row < num_rows)
-    is_row &= row <= (position + (options.tile_q - 1)) >> shift
+    is_row = row <= (position + (options.tile_q - 1)) >> shift
+    row -= options.layout_rows[0] or 0
+    is_row &= (row >= 0) & (row < num_rows)
     row = jnp.where(is_row, row, num_rows)  # the empty one
     if refs.layout_words.shape[0] > (num_rows + 1) * num_blocks * num_heads:
         row += tiles.sequence[tile] * (num_rows + 1)
@@ -183,7 +155,7 @@ class LayoutMask:
     others, or as many of its own as `layouts_of_head` says, one for each part of its rows.
     """
 
-    ref: Any  # words in SMEM
+    ref: Any  # `layout_words`
     options: Options
     position: Array
     places: list[Array]  # of each row of the layout that the tile may touch, its first word in ref
@@ -192,23 +164,13 @@ class LayoutMask:
 
     @classmethod
     def of_block(
-        cls,
-        refs: ForwardRefs,
-        options: Options,
-        tile: Array,
-        block: Array,
-        turn: Array,
-        heads: list[Any],
+        cls, refs: ForwardRefs, options: Options, tile: Array, block: Array, heads: list[Any]
     ) -> "LayoutMask":
-        """Of the block that the tile visits at this turn."""
+        """Of a block of keys."""
         touched = range(num_rows(options.tile_q, options.block_sizes[0]))
-        if refs.layout_words is None:  # those of the tile, by turn
-            ref, places = refs.layout, [turn * len(touched) + i for i in touched]
-        else:
-            ref, num_heads = refs.layout_words, options.layout_shape[2]
-            places = [_place_of(refs, options, tile, block, i) * num_heads for i in touched]
-        position = refs.tiles.position[tile]
-        mask = cls(ref, options, position, places, jnp.int32(0), jnp.int32(-1))
+        num_heads, position = options.layout_shape[2], refs.tiles.position[tile]
+        places = [_place_of(refs, options, tile, block, i) * num_heads for i in touched]
+        mask = cls(refs.layout_words, options, position, places, jnp.int32(0), jnp.int32(-1))
         inside, size = position & (options.block_sizes[0] - 1), options.block_sizes[0]
         some, every = mask.some, mask.every
         for i in touched:
@@ -231,8 +193,7 @@ class LayoutMask:
         place = self.places[i]
         if self.options.layouts_of_head:
             place += head * self.options.layouts_of_head + part
-        index = (*(0,) * (len(self.ref.shape) - 1), place)
-        word: Array = self.ref[index]
+        word: Array = self.ref[place]
         return word
 
     def bits(self, place: Array, width: int) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.dtypes import LANES, halves_of_words, numbers_of_word
+from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, halves_of_words, numbers_of_word
 from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
 from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
 
@@ -64,7 +64,16 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
         of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
         of_sequence = jnp.where(is_chosen, of_sequence, 0)
         if refs.layout_words is not None:
-            return lax.fori_loop(0, of_sequence, write, count)
+
+            def first_tile(row: int | None, otherwise: Any) -> Any:
+                """The first tile that begins in this row of the layout, or behind it."""
+                if row is None:
+                    return otherwise
+                tokens = row * options.block_sizes[0] - past + (tile_q - 1)
+                return jnp.clip(tokens >> (tile_q.bit_length() - 1), 0, of_sequence)
+
+            begin, end = map(first_tile, options.layout_rows, (0, of_sequence))
+            return lax.fori_loop(begin, end, write, count)
         # the first one without a branch: the next tile is written over what is none
         write(jnp.int32(0), count)
         return lax.fori_loop(1, of_sequence, write, count + jnp.minimum(of_sequence, 1))
@@ -153,9 +162,13 @@ class TokenRows:
         refs, options = self.refs, self.options
         if options.tile_q == 1:
             _, _, count, width = refs.q_tokens.shape
+            each = refs.q.shape[2] // options.fold
             if (count, width) != refs.q.shape[2:]:
                 refs.q[0] = jnp.zeros_like(refs.q[0])
-            refs.q[0, :, :count, :width] = refs.q_tokens[0]
+            size = options.group_size if each > options.group_size else count
+            for i in range(count // size):  # copies of the queries begin at whole registers
+                tokens = refs.q_tokens[0, :, i * size : (i + 1) * size]
+                refs.q[0, :, i * each : i * each + size, :width] = tokens.astype(refs.q.dtype)
             return
 
         for part, lanes in _lanes(refs.q_tokens.shape[0]):
@@ -163,7 +176,7 @@ class TokenRows:
             for word in self._words(tokens):
                 for i, x in enumerate(self._load(tokens, word)):
                     head, rows = self._rows_of(tokens, word, i)
-                    refs.q[0, head, rows, lanes] = x
+                    refs.q[0, head, rows, lanes] = x.astype(refs.q.dtype)
 
     def _words(self, tokens: Any) -> range:
         """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
@@ -177,12 +190,15 @@ class TokenRows:
         return head, slice(of_group * tile_q, (of_group + 1) * tile_q)
 
     def _strided(self, tokens: Any, word: int) -> tuple[Any, Any]:
-        """Tokens as rows of words of 32 bits, and the rows of one word."""
+        """Tokens as rows of words of 32 bits, and the index of one word's rows."""
         tile_q, num_heads, width = tokens.shape
         num_words = num_heads // numbers_of_word(tokens.dtype)
         if num_words < num_heads:
             tokens = tokens.bitcast(jnp.int32)
-        return tokens.reshape(tile_q * num_words, width), pl.ds(word, tile_q, stride=num_words)
+        if num_words % SUBLANES and num_words not in (1, 2, 4):  # a token's end fills no register
+            return tokens, (slice(None), word)
+        rows = pl.ds(word, tile_q, stride=num_words), slice(None)
+        return tokens.reshape(tile_q * num_words, width), rows
 
     def _load(self, tokens: Any, word: int) -> list[Array]:
         """The rows (tile_q, n) of a word's heads."""
@@ -190,7 +206,7 @@ class TokenRows:
         if self.options.interpret:  # which knows no refs of another shape or type
             return [tokens[:, word * count + i] for i in range(count)]
         rows, which = self._strided(tokens, word)
-        x = rows[which, :]
+        x = rows[which]
         if count == 1:
             return [x]
         return [half.astype(tokens.dtype) for half in halves_of_words(x)]
@@ -204,10 +220,10 @@ class TokenRows:
             return
         rows, which = self._strided(tokens, word)
         if count == 1:
-            [rows[which, :]] = heads
+            [rows[which]] = heads
             return
         lower, upper = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in heads)
-        rows[which, :] = lax.shift_right_logical(lower, 16) | upper
+        rows[which] = lax.shift_right_logical(lower, 16) | upper
 
     def begin_results(self, has_earlier: Array) -> None:
         """Wait for the results of the core's tile before this one, whose memory is needed."""

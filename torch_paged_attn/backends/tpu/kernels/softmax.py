@@ -77,17 +77,6 @@ def _fold_lanes(x: Array) -> Array:
     return parts[0]
 
 
-def _as_row(column: Array) -> Array:
-    """(rows, LANES) with the same number in all lanes, as (1, rows), rounded up to whole lanes:
-    sums of columns of which only the diagonal is kept."""
-    parts = []
-    for first in range(0, column.shape[0], LANES):
-        part = column[first : first + LANES]
-        row, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))
-        parts.append(jnp.sum(jnp.where(row == lane, part, 0.0), axis=0, keepdims=True))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
 def _merge(m: Array, total: Array, acc: Array, fold: int) -> tuple[Array, Array, Array]:
     """The states of the same rows over `fold` sets of keys, one set's rows below another's, as one
     state. The sums of set i are in part i of the columns of `acc`."""
@@ -142,16 +131,7 @@ class Softmax:
             self.l_i[head] = self.l_i[head] * rescale + _fold_lanes(p[i])
             self.acc[head] = self.acc[head] * across(rescale, weighed[i].shape[1]) + weighed[i]
 
-    def finish(
-        self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
-    ) -> tuple[Array, Array]:
-        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head."""
-        out, lse = self.finish_rows(head, sink, dtype, fold)
-        return out, _as_row(lse)
-
-    def finish_rows(
-        self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
-    ) -> tuple[Array, Array]:
+    def finish(self, head: Any, sink: Array | None, dtype: Any, fold: int) -> tuple[Array, Array]:
         """The output (rows, head_dim_v), and lse in base 2 (rows, LANES), with the same number in
         all lanes. Resets the head: its stores are hidden by the arithmetic here.
 

@@ -34,9 +34,10 @@ def bucket(count: int) -> int:
 def pad_attention(call: Call) -> Call:
     """The call with tensors whose sizes are buckets, and with a bucket as `max_seqlen_q`."""
     total_q, batch = bucket(call.total_q), bucket(call.batch)
+    longest = int(call.max_seqlen_q)  # tiles of one token are for decodes
     padded: dict[str, Any] = {
         "q": _grow(call.q, 0, total_q),
-        "max_seqlen_q": bucket(int(call.max_seqlen_q)),
+        "max_seqlen_q": longest if longest == 1 else bucket(longest),
     }
     if call.attn_bias is not None:
         padded["attn_bias"] = _grow(call.attn_bias, 1, total_q)
