@@ -161,6 +161,7 @@ def merge_pieces(
     sums of weights; `at` is as for `results.store_lse`.
     """
     ROWS: gl.constexpr = OPTIONS.BLOCK_M
+    WIDTH: gl.constexpr = OPTIONS.WIDTH_V
     by_row: gl.constexpr = sums[1].type.layout
     pointers = params.pointers
     pieces = work_info.get(tile, WORD.PIECES)
@@ -191,7 +192,7 @@ def merge_pieces(
                     total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
                     m_all = m_new
         share = store_lse(m_all, total, at, rows, params, OPTIONS)
-        for first in gl.static_range(0, OPTIONS.WIDTH_V, COLUMNS):
+        for first in gl.static_range(0, WIDTH, COLUMNS):
             _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
         stop = stop * 0
