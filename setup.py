@@ -230,8 +230,8 @@ class BuildKernels(build_ext):
         return super().build_extension(extension)
 
     def compile_at_once(self, sources: list[str], **options) -> list[str]:
-        """Two objects of all files, at once: most of what one takes are torch's headers."""
-        if len(sources) == 1:
+        """Two objects of all C++ files, at once: most of what one takes are torch's headers."""
+        if len(sources) == 1 or not all(path.endswith(".cpp") for path in sources):
             return self.compile_plain(sources, **options)
         halves = []
         for i in range(2):
