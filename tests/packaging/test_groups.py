@@ -19,6 +19,7 @@ FLAT = {
     "_graph_attention_fwd_kernel": "a node of a graph takes no tuples",
     "_merge_kernel": "a node of a graph takes no tuples",
     "_fold_block": "a consumer's running sums, which it returns",
+    "sum_values": "a tile's operands, and which of its tiles of keys a consumer takes",
     "_hopper_backward_keys_kernel": "eight boxes, each with a description of its own",
 }
 
