@@ -54,7 +54,10 @@ _FUNCTIONS = "the runner calls a backend's functions, which are nothing to the d
 _OF_THE_DISPATCHER = dict.fromkeys(
     ("gradients_by_autograd", "gradients_refused", "selected_gradients_by_autograd"), _FUNCTIONS
 )
-_OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
+_OF_CACHES = dict.fromkeys(
+    ("write_megabytes", "quantize_megabytes"),
+    "it is about a processor's caches, and an interpreter has none",
+)
 _OF_OUT = dict.fromkeys(("out", "out_of_no_sequences"), "JAX writes into no argument")
 _OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
 NEVER = {
