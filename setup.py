@@ -91,6 +91,11 @@ def levels_here() -> dict[str, list[str] | None]:
     return {x: level_of(x, CPUINFO.read_text()) if is_for_here else [] for x in ISA_FLAGS}
 
 
+def without_macros(isas: set[str]) -> list[tuple[str, str]]:
+    """What tells the operators that these instruction sets have no kernels."""
+    return [(f"PAGED_ATTN_WITHOUT_{isa}", "1") for isa in sorted(isas)]
+
+
 def kernel_sources() -> list[Path]:
     """What the objects of the instruction sets are made of, and by."""
     return [Path("setup.py"), *Path("csrc").rglob("*.*")]
@@ -196,38 +201,53 @@ class BuildKernels(build_ext):
         return objects
 
     def compile_kernels(self, levels: dict[str, list[str] | None]) -> dict[str, Future]:
-        # compilers are processes: a thread for each, those that take longest first
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return {
-                isa: threads.submit(self.compile_isa, isa, level)
-                for isa, level in reversed(levels.items())
-                if level is not None
-            }
+        """Starts it, by a thread for each since compilers are processes; the longest come first."""
+        with_level = {x: level for x, level in reversed(levels.items()) if level is not None}
+        threads = ThreadPoolExecutor(os.cpu_count())
+        return {x: threads.submit(self.compile_isa, x, level) for x, level in with_level.items()}
 
     def build_extension(self, extension: Extension) -> None:
+        """The kernels and the operators, at once; what operators are told of kernels is known
+        before, unless a compiler has not built some: then they are compiled again.
+        """
         if extension.name == LAUNCH:
             return super().build_extension(extension)
         levels = levels_here()
         compiling = self.compile_kernels(levels)
+        parsed = {isa for isa, level in levels.items() if level is None or PARSE in level}
+        extension.define_macros += without_macros(parsed)
+        compile_operators = self.compiler.compile
+
+        def compile_both(sources: list[str], **options) -> list[str]:
+            objects = compile_operators(sources, **options)
+            without = self.not_built(compiling)
+            if without:
+                options["macros"] = [*(options.get("macros") or []), *without_macros(without)]
+                objects = compile_operators(sources, **options)
+            built = compiling.keys() - without - parsed
+            return objects + [path for isa in sorted(built) for path in compiling[isa].result()]
+
+        self.compiler.compile = compile_both
+        try:
+            super().build_extension(extension)
+        finally:
+            self.compiler.compile = compile_operators
+
+    def not_built(self, compiling: dict[str, Future]) -> set[str]:
+        """Waits for the kernels: the instruction sets that this compiler does not build."""
         without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
         if "avx512bf16" in without:  # whose table amx.cpp needs
             without.setdefault("amx", without["avx512bf16"])
-        for error in without.values():
+        for isa, error in without.items():
             is_needed = "generic" in without or without.keys() == compiling.keys()
             if WANTED == "1" or is_needed or not isinstance(error, CompileError):
                 raise error
-        parsed = {isa for isa, level in levels.items() if level is None or PARSE in level}
-        for isa in sorted({*parsed, *without}):
-            extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
-        for isa, error in without.items():
             warnings.warn(
                 f"torch-paged-attn: no kernels for {isa}, which this compiler does not build"
                 f" ({error}); PAGED_ATTN_BUILD_CPP=1 makes this an error.",
                 stacklevel=1,
             )
-        for isa in compiling.keys() - without.keys() - parsed:
-            extension.extra_objects += compiling[isa].result()
-        return super().build_extension(extension)
+        return set(without)
 
     def compile_at_once(self, sources: list[str], **options) -> list[str]:
         """Two objects of all C++ files, at once: most of what one takes are torch's headers."""

@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import compile_commands
@@ -34,8 +35,9 @@ def setup(monkeypatch):
 
 @pytest.fixture
 def build(setup, monkeypatch):
-    """Builds with a compiler that refuses some ISAs; what it builds, and what it defines."""
-    monkeypatch.setattr(build_ext, "build_extension", lambda *_: None)
+    """Builds with a compiler that refuses some ISAs; the kernels that it builds, and the macros
+    that the operators get.
+    """
     extension, *_ = setup["options"]["ext_modules"]
     command = setup["options"]["cmdclass"]["build_ext"](setuptools.Distribution())
     command.build_temp = ""
@@ -47,9 +49,19 @@ def build(setup, monkeypatch):
                 raise CompileError("no such instruction")
             return [Path(sources[0]).stem]
 
+        def compile_operators(sources, macros):
+            run.macros = [name for name, _ in macros]
+            return []
+
+        def build_extension(command, extension):
+            run.objects = command.compiler.compile(["ops.cpp"], macros=extension.define_macros)
+
+        monkeypatch.setattr(build_ext, "build_extension", build_extension)
         command.compile_plain = compile_plain
+        command.compiler = types.SimpleNamespace(compile=compile_operators)
         command.build_extension(extension)
-        return extension.extra_objects, [name for name, _ in extension.define_macros]
+        assert command.compiler.compile is compile_operators
+        return run.objects, run.macros
 
     run.all, run.flags = [*setup["ISA_FLAGS"]], []
     return run
