@@ -14,7 +14,7 @@ struct FloatSums {
   // whether numbers of type T become operands by way of floats, by `pair_up` and `pair_of_bytes`
   template <class T>
   static constexpr bool by_floats = false;
-  // whether two rows' numbers are dealt out while they are bytes, by `load_down`
+  // whether two rows are interleaved while they are bytes, by `load_down`
   template <class T>
   static constexpr bool by_bytes = false;
   typedef F Sum;

@@ -182,10 +182,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   if (apart) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
-      if (c == 0)
-        softmax_of_group<Product, ROWS>(
-            a, s, task, block, next, g, finished, apart,
-            w);  // not of all groups at once: no memory would be read meanwhile
+      // not of all groups at once: no memory would be read meanwhile
+      if (c == 0) softmax_of_group<Product, ROWS>(a, s, task, block, next, g, finished, apart, w);
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         const int64_t* in_memory = block.v_offset + c;

@@ -11,7 +11,7 @@ typedef struct {
   PyObject* plans;                    // key -> tuple of (guard, plan), the latest first
   PyObject* key;      // the key, or a function that returns a tuple which begins with it
   PyObject* hints;    // names of the numbers that are the function's arguments
-  PyObject* beside;   // the name of a tensor of which it is told whether it is given; None
+  PyObject* beside;   // a tensor's name: the function also gets whether it is given; or None
   PyObject* written;  // places of the tensors that a call changes
   PyObject *forward_ad, *is_profiling, *function_modes, *is_grad_enabled, *is_inference, *increment;
   Py_ssize_t required;

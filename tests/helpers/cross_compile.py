@@ -89,14 +89,16 @@ KNOWN = {
     ("sm90", "backward/d128/causal/bf16"): 448,
     ("sm90", "backward/d128/full/bf16"): 192,
 }
+# lists of latents of 8 bits for up to 8 heads: with fewer registers for consumers than two programs
+# leave them, the kernel is slower
+BYTES_OF_8_HEADS = "h8", "h5_page1", "h8_slots", "h8_nothing", "h8_long"
+KNOWN |= {("sm90", f"bytes_{name}"): 136 for name in BYTES_OF_8_HEADS}
 
 # The same for a kernel, whatever the call: its accumulators fill the registers, and smaller tiles,
 # which spill less, are slower.
 KNOWN_KERNELS = {
     "_hopper_backward_keys_kernel": 704,
     "_hopper_backward_queries_kernel": 104,
-    # with fewer registers for consumers than two programs leave them, it is slower, too
-    "_hopper_selected_fwd_kernel": 136,
     # of more than 32 rows of queries (docs/design/decode.md)
     "_hopper_mla_fwd_kernel": 56,
 }
