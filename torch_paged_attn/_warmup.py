@@ -17,7 +17,7 @@ from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 
 # numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles
-CONTEXTS = (64, 128, 256, 512, 1024, 4096, 1 << 14, 1 << 16)
+CONTEXTS = (64, 128, 256, 512, 1024, 4096, 12288, 1 << 14, 1 << 16)
 
 # numbers of queries per sequence just above a multiple of the tile: the last tile is nearly empty,
 # and a kernel with smaller tiles may be chosen

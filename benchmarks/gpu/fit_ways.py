@@ -40,10 +40,10 @@ CHIP_WEIGHT = {"NVIDIA H200": 1.0, "NVIDIA H100 80GB HBM3": 0.6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
-    "few/d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2", "cut divided",
+    "few/d64/b2": ["portable 64/1/5/4", "portable 128/4/5/1", "portable 64/4/5/2", "cut divided",
                    "numbered low", "numbered divided"],
-    "few/d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                    "portable 128/8/5/1", "portable 128/4/3/2 all", "dealt low", "numbered low"],
+    "few/d128/b2": ["portable 32/1/5/4", "portable 128/4/3/2", "portable 128/8/5/1",
+                    "portable 128/4/3/2 all", "dealt low", "numbered low", "cut divided"],
     "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "cut low", "numbered low"],
     "few/d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "cut low",
                    "numbered low"],
@@ -52,9 +52,9 @@ WAYS = {
                     "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
     "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
-                    "numbered tall", "listed tall", "listed three", "cut divided", "cut tall"],
-    "many/d128/b2": ["portable whole", "numbered low", "numbered low small", "numbered divided",
-                     "numbered small", "numbered tall", "listed tall", "cut divided"],
+                    "numbered tall", "listed tall", "cut divided", "cut tall"],
+    "many/d128/b2": ["portable whole", "numbered low small", "numbered small", "numbered tall",
+                     "cut divided", "cut tall"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
     "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
     "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",

@@ -3,9 +3,9 @@ are fitted to, and what the rules for packed sequences in Hopper's `support.py` 
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
-Steps are drawn as in serving.py, `--draws` of each class; a draw whose plan is not in question
-(many long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller
-gets, the other names are plans that were forced. A plan that is wrong takes no part, and is named.
+Steps are drawn as in serving.py, `--draws` of each class. A row's figures are microseconds: `ours`
+is the plan that a caller gets, the other names are plans that were forced. A plan that is wrong
+takes no part, and is named.
 """
 
 import argparse
@@ -42,9 +42,6 @@ from torch_paged_attn.backends.triton.tuning import FORWARD, Config, HopperConfi
 MULTIPROCESSORS = 132
 EACH_SECONDS, MOST_ROUNDS, MOST_CALLS = 0.02, 5, 12
 
-# what is in question: tiles of decodes, and of draft tokens; keys of these; queries of others
-MOST_TILES, MOST_GUESSED, MOST_REACH, MOST_QUERIES = 300, 400, 32768, 2500
-
 # portable tiles: BLOCK_N, warps, stages, programs of a multiprocessor, fewest keys of a piece
 PORTABLE = {
     64: (
@@ -75,22 +72,9 @@ PAGES = (0, 1, 16, 64)
 FEW_QUERIES = ("decode", "speculation")
 
 
-def is_in_question(step: Step, many: bool = False) -> bool:
-    """Whether more than one form may be the fastest, of kernels that other draws take too. `many`:
-    of decodes, those of more tiles instead of those of at most `MOST_TILES`."""
-    units = step.batch * step.num_kv_heads
-    is_decode_in_question = (units > MOST_TILES) == many
-    if step.dtype != "bfloat16" or step.page_size not in PAGES:
-        return False
-    if step.kv_dtype != step.dtype:
-        return step.kind != "encoder" and (step.kind != "decode" or is_decode_in_question)
-    if step.window >= 0 and step.kind not in FEW_QUERIES:
-        return False
-    if step.kind == "decode":
-        return is_decode_in_question
-    if step.kind == "speculation":
-        return units <= MOST_GUESSED and max(step.keys) <= MOST_REACH
-    return step.kind == "encoder" or step.total_q <= MOST_QUERIES
+def is_in_question(step: Step) -> bool:
+    """Whether a draw is taken: one whose kernels other draws take too."""
+    return step.dtype == "bfloat16" and step.page_size in PAGES and not step.sinks
 
 
 def on_hopper(form: Form | None, config: HopperConfig | None = None) -> Any:
@@ -277,16 +261,14 @@ def steps_of(
     tiles: float = math.inf,
     keys: int = 0,
     heads: tuple[str, ...] = (),
-    many: bool = False,
 ) -> list[Step]:
     """As many draws of each class of these kinds, classes in turns: those of at most so many tiles
-    whose longest sequence has at least so many keys, of these numbers of heads or of all. `many`:
-    as in `is_in_question`."""
+    whose longest sequence has at least so many keys, of these numbers of heads or of all."""
     drawn = [
         s
         for seed in seeds
         for s in draw_steps(seed, 600)
-        if is_in_question(s, many) and s.batch * s.num_kv_heads <= tiles and max(s.keys) >= keys
+        if is_in_question(s) and s.batch * s.num_kv_heads <= tiles and max(s.keys) >= keys
         if not heads or f"{s.num_heads}/{s.num_kv_heads}" in heads
     ]
     classes = sorted({class_of(s) for s in drawn if s.kind in kinds})
@@ -302,7 +284,6 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=40, help="of each class")
     parser.add_argument("--kinds", nargs="*", default=[*KINDS])
     parser.add_argument("--tiles", type=float, default=math.inf, help="draws of no more tiles")
-    parser.add_argument("--many", action="store_true", help=f"decodes of over {MOST_TILES} tiles")
     parser.add_argument("--keys", type=int, default=0, help="draws of no fewer keys")
     parser.add_argument("--heads", nargs="*", default=[], help="draws of these, such as 32/32")
     parser.add_argument("--only", default="", help="a pattern of names: force these plans alone")
@@ -315,7 +296,7 @@ def main() -> None:
     begun = time.perf_counter()
     steps = steps_of(
         options.seeds, options.draws, options.kinds, options.tiles, options.keys,
-        (*options.heads,), options.many,
+        (*options.heads,),
     )  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:

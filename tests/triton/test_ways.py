@@ -91,7 +91,7 @@ def test_the_ranking_names_the_chosen_way_first():
         ranking = kernels.ranking(call, 0, None)
         assert next(iter(ranking)) == flash_varlen.choose(call).way.name
         times = [x for x in ranking.values() if not isinstance(x, str)]
-        assert times == sorted(times) and len(times) > 5
+        assert times == sorted(times) and len(times) > 3
         assert set(ranking) == set(ways.ways()["many/d128/b2"])
 
 

@@ -266,15 +266,16 @@ class Share(triton.AsyncCompileMode):
 
 def sample(line: range, taken: Callable[[int], Any]) -> None:
     """Make as many calls of a line as show all kernels that its calls take. `taken(i)` makes call i
-    and returns what kernels that took. Where both ends of a part and its middle take the same ones,
-    the calls between are taken to do so, too.
+    and returns what kernels that took. Where the ends of a part and its quarters take the same
+    ones, the calls between are taken to do so, too.
     """
     found = functools.cache(taken)
     parts = [(line[0], line[-1])]
     while parts:
         first, last = parts.pop()
         middle = (first + last) // 2
-        if not found(first) == found(middle) == found(last) and last - first > 1:
+        looked_at = first, (first + middle) // 2, middle, (middle + last) // 2, last
+        if any(found(i) != found(first) for i in looked_at) and last - first > 1:
             parts += (first, middle), (middle, last)
 
 

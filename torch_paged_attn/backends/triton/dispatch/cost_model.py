@@ -145,8 +145,8 @@ def ways() -> dict[str, dict[str, Costs]]:
 
 def guesses(shape: Shape) -> list[tuple[Lengths, ...]]:
     """The guesses, each of which divides the sequences: all lengths are alike, or their logarithms
-    are uniform up to the longest. Where queries are many, all sequences have as many of them, or as
-    few as can have all but one of each other.
+    are uniform up to the longest. Where queries are many, as few sequences as can have all but one
+    of each other's; and where lengths differ, these may have few keys, and another the most.
     """
     longest, batch = shape.longest, shape.batch
     means = [0.95 * longest, (longest - LEAST_KEYS) / math.log(max(longest / LEAST_KEYS, 1.02))]
@@ -157,15 +157,17 @@ def guesses(shape: Shape) -> list[tuple[Lengths, ...]]:
         return [(Lengths(min(x, most), min(longest, most), batch, each),) for x in means]
     # one of them has the longest
     means = [(longest + (batch - 1) * mean) / batch for mean in means]
-    found: list[tuple[tuple[float, float], ...]] = [((batch, shape.total_q / batch),)]
     # no sequence has more queries than keys
     long = max(math.ceil((shape.total_q - batch) / longest), 1)
-    if long < batch:
-        found.append(((batch - long, 1), (long, (shape.total_q - batch) / long + 1)))
+    if long >= batch:
+        each = shape.total_q / batch
+        return [(Lengths(max(x, each), max(longest, each), batch, each),) for x in means]
+    each = (shape.total_q - batch) / long + 1
+    rest = [Lengths(mean, longest, batch - long, 1) for mean in means]
+    usual = max(math.sqrt(LEAST_KEYS * longest), each)
     return [
-        tuple(Lengths(max(mean, n), max(longest, n), count, n) for count, n in parts)
-        for mean in means
-        for parts in found
+        *((x, Lengths(max(x.mean, each), max(longest, each), long, each)) for x in rest),
+        (rest[-1], Lengths(usual, usual, long, each)),
     ]
 
 
