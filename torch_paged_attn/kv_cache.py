@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +91,20 @@ class _Sequence:
     hashes: list[bytes] = field(default_factory=list)
 
 
+def _stored_as(
+    where: str, dtype: torch.dtype | Literal["int4"] | None, token_scales: bool
+) -> tuple[torch.dtype, bool]:
+    """The dtype of a cache's tensors, and whether each row has a scale."""
+    if dtype == "int4":
+        return INT4, True
+    stored = dtype or torch.get_default_dtype()
+    allowed = (*QUANTISED, INT4) if token_scales else (*FLOAT, *QUANTISED)
+    if stored not in allowed:
+        came = names((stored,)) if isinstance(stored, torch.dtype) else repr(stored)
+        fail(where, "dtype", came, f'{names(allowed)}, "int4"')
+    return stored, token_scales
+
+
 class PagedKVCache:
     """Keys and values of many sequences in pages.
 
@@ -99,8 +113,9 @@ class PagedKVCache:
     head_dim_v: of the values; None: head_dim. If it differs, kv_cache is as with `separate`
     separate: kv_cache is instead a list with a pair of tensors (k, v) for each layer. Use it on a
         TPU, where XLA copies a slice of a tensor
-    dtype: any dtype of the ops' caches, the 8-bit ones included, and with token_scales uint8: int4,
-        `head_dim / 2` bytes; None: torch's default. ValueError for another
+    dtype: any dtype of the ops' caches, the 8-bit ones included, or "int4", which is torch.uint8
+        with token_scales: rows of `head_dim / 2` bytes; None: torch's default. ValueError for
+        another
     token_scales: whether rows of 8 bits or int4 have a scale each, which
         `reshape_and_cache(..., *scales[layer], quantize=True)` writes and attention takes as
         `k_descale` and `v_descale`
@@ -121,7 +136,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         head_dim_v: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["int4"] | None = None,
         device: torch.device | str | None = None,
         separate: bool = False,
         token_scales: bool = False,
@@ -135,10 +150,7 @@ class PagedKVCache:
         dims = [head_dim] * 2
         if head_dim_v is not None:
             dims[1] = _whole("PagedKVCache", "head_dim_v", head_dim_v, 1)
-        stored = dtype or torch.get_default_dtype()
-        allowed = (*QUANTISED, INT4) if token_scales else (*FLOAT, *QUANTISED)
-        if stored not in allowed:
-            fail("PagedKVCache", "dtype", names((stored,)), names(allowed))
+        stored, token_scales = _stored_as("PagedKVCache", dtype, token_scales)
         if stored == INT4:
             for name, dim in zip(("head_dim", "head_dim_v"), dims, strict=True):
                 if dim % 2:
@@ -148,11 +160,11 @@ class PagedKVCache:
         self.kv_cache: Any
         if separate or dims[0] != dims[1]:
             shapes = [(*page, dim) for dim in dims] * num_layers
-            parts = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+            parts = (torch.empty(shape, dtype=stored, device=device) for shape in shapes)
             self.kv_cache = list(zip(parts, parts, strict=True))
         else:
             shape = num_layers, 2, *page, dims[0]
-            self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+            self.kv_cache = torch.empty(shape, dtype=stored, device=device)
         self.scales: Tensor | None = None
         if token_scales:
             self.scales = torch.empty((num_layers, 2, *page), dtype=torch.float32, device=device)
@@ -168,11 +180,11 @@ class PagedKVCache:
         head_dim: int,
         *,
         head_dim_v: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["int4"] | None = None,
         token_scales: bool = False,
     ) -> int:
         """Bytes of one token's keys and values, and their scales, in all layers together."""
-        stored = dtype or torch.get_default_dtype()
+        stored, token_scales = _stored_as("PagedKVCache.bytes_per_token", dtype, token_scales)
         numbers = head_dim + (head_dim if head_dim_v is None else head_dim_v)
         row = numbers // 2 if stored == INT4 else numbers * stored.itemsize
         return num_layers * num_kv_heads * (row + 8 * token_scales)

@@ -164,7 +164,10 @@ struct FixedProduct : FixedPoint {
   static constexpr bool accepts = false;
 
   static PAGED_ATTN_INLINE I multiply_add(F a, F b, I sum) {
-    return sum + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    sum += (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    // or GCC adds up the products of several steps first, and has no registers left for sums
+    asm("" : "+x"(sum));
+    return sum;
   }
   static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
     return once((F)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)));

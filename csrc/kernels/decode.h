@@ -148,6 +148,8 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
   const auto largest_scale = [&](int g) __attribute__((always_inline)) {
     return a.k_scales ? largest_key_scale(a, head_of_group(g), block) : 1.f;
   };
+  // errors of few keys' logits are not averaged
+  const float most_loss = s.k_len < 64 ? 0.125f : 1.f;
   Rows cache(a, head_of_group(0), groups, step, AHEAD_BYTES + (beside ? chunk : 0), w.unpacked);
   cache.seek(block, next);
   for (int c = 0; c < columns; c += step) {
@@ -167,7 +169,7 @@ inline void decode_block(const Attention& a, const Sequence& s, const paged_attn
         dot_keys<Product, T, ROWS>(k, offset, step, cache.ahead, w.q + g * w.rows * w.stride_q,
                                    w.lane_scales + g * w.rows * W, w.rows, head_dim, w.scale[g],
                                    scores);
-        if (Product::FIXED && c == 0) w.is_corrected[g] = w.loss[g] * largest_scale(g) > 1;
+        if (Product::FIXED && c == 0) w.is_corrected[g] = w.loss[g] * largest_scale(g) > most_loss;
         if (Product::FIXED && w.is_corrected[g] > 0)
           dot_keys<Product, T, ROWS, true>(
               k, offset, step, cache.ahead, w.low + g * w.rows * w.stride_q,

@@ -96,6 +96,7 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
           });
       };
       int64_t d = 0;
+#pragma GCC unroll 4
       for (; STEPS > 1 && d + STEPS * STEP <= head_dim; d += STEPS * STEP) {
         if (prefetches) ahead.prefetch(later, d * KEYS / PACKED, CACHE_LINE / int(sizeof(T)));
 #pragma GCC unroll 8
@@ -191,18 +192,28 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
   constexpr int SHARE = DEPTH * VECS * W / ROWS / PACKED, LINE = CACHE_LINE / int(sizeof(T));
   constexpr int LINE_COLUMNS = LINE * PACKED / (VECS * W);
   constexpr int COLUMNS = SHARE >= LINE ? 0 : LINE_COLUMNS < DEPTH ? DEPTH : LINE_COLUMNS;
-  for (int c = 0; c < columns; c += DEPTH, p += 1) {
+  const auto add_column = [&](int c) __attribute__((always_inline)) {
     F x[VECS];
     load_down<Product, VECS>(v, offset + c, n, x);
-    if constexpr (COLUMNS > 0)
-      if (first && c % COLUMNS == 0) ahead.prefetch(later, c * n / PACKED, COLUMNS * n / PACKED);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       if (first && COLUMNS == 0) ahead.prefetch(later, c * n / PACKED + r * SHARE, SHARE);
-      const F weight = set1(p[r * ROW_COLUMNS]);
+      const F weight = set1(p[r * ROW_COLUMNS + c / DEPTH]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
     }
+  };
+  int c = 0;
+  if constexpr (COLUMNS > DEPTH)
+    for (; c + COLUMNS <= columns; c += COLUMNS) {
+      if (first) ahead.prefetch(later, c * n / PACKED, COLUMNS * n / PACKED);
+#pragma GCC unroll 8
+      for (int i = 0; i < COLUMNS; i += DEPTH) add_column(c + i);
+    }
+  for (; c < columns; c += DEPTH) {
+    if (first && COLUMNS > 0 && c % (COLUMNS + (COLUMNS == 0)) == 0)
+      ahead.prefetch(later, c * n / PACKED, COLUMNS * n / PACKED);
+    add_column(c);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)

@@ -42,11 +42,14 @@ def test_values_of_another_head_dim():
     assert isinstance(PagedKVCache(1, 5, 2, 4, 8, head_dim_v=8).kv_cache, torch.Tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool, "fp8"])
 def test_a_dtype_that_no_op_takes_is_refused(dtype):
     """Here, and not by the first write."""
-    with pytest.raises(ValueError, match=r"expected dtype to be .*float8_e4m3fn.*, got"):
+    refused = pytest.raises(ValueError, match=r"expected dtype to be .*float8_e4m3fn.*, got")
+    with refused:
         small_cache(dtype=dtype)
+    with refused:
+        PagedKVCache.bytes_per_token(1, 2, 8, dtype=dtype)
 
 
 def test_batch_metadata():

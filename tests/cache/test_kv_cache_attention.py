@@ -72,7 +72,7 @@ def test_prefill_fork_and_decode(separate):
     step(cache, tokens, {"d": 1, "b": 1})
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, "int4"], ids=str)
 def test_scales_by_token_go_with_their_pages(dtype):
     """A page that a fork copies has its scales, and attention reads what was quantised."""
     cache = PagedKVCache(1, 8, KV_HEADS, PAGE_SIZE, DIM, dtype=dtype, token_scales=True)

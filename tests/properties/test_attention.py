@@ -180,6 +180,19 @@ ONE_UNLUCKY_ROW_OF_MANY = Problem(
     batch_invariant=True,
     seed=1,
 )
+# rows of few keys, whose logits' roundings are not averaged
+INT4_OF_FEW_KEYS = Problem(
+    "int4_of_few_keys",
+    ((1, 5), (1, 3)),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    kv_dtype=torch.uint8,
+    page_size=16,
+    seed=29,
+)
+
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -192,6 +205,7 @@ LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 @example(LEFT_BY_DROPOUT)
 @example(LARGE_LOGITS)
 @examples(UNLUCKY_LOGIT, ONE_UNLUCKY_ROW_OF_MANY, WINDOW_OF_ANOTHER_RANK, WINDOW_PAST_ALL_KEYS)
+@examples(INT4_OF_FEW_KEYS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())

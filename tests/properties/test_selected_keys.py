@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from same_bits import assert_same_bits
-from served import BACKEND
+from served import BACKEND, HAS
 from unselected import unselected
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -19,7 +19,7 @@ if not (BACKEND.is_compiled or BACKEND.has("selected_attention")):
     pytest.skip(f"the {BACKEND.name} backend has no selected_attention", allow_module_level=True)
 
 
-@given(selected_problems())
+@given(selected_problems(optional=HAS))
 def test_selected_attention_agrees_with_the_reference(problem):
     call = build(problem)
     found = call.run()
@@ -28,11 +28,13 @@ def test_selected_attention_agrees_with_the_reference(problem):
     assert_same_bits(found, again)
 
 
-@given(selected_problems())
+@given(selected_problems(optional=HAS))
 def test_selected_bits_depend_on_no_other_sequence_and_no_unseen_key(problem):
     call = build(problem)
     is_unseen = unselected(call)
-    names = ("k", "v") if problem.kv_dtype is None else ()
+    names = ["k"] if problem.kv_dtype is None else []
+    names += ["v"] if problem.kv_dtype == problem.v_dtype is None else []
+    names += ["k_descale", "v_descale"] if problem.descale == "tokens" else []
     for name in names:
         call.args[name][call.args[name].isnan()] = 0.0
     out, lse = call.run()
@@ -55,7 +57,7 @@ def test_selected_gradients_agree_with_the_reference(problem):
 
 
 @pytest.mark.skipif(BACKEND.name != "cpu", reason="accelerators read no values")
-@given(selected_problems())
+@given(selected_problems(optional=HAS))
 def test_a_unit_that_is_listed_twice_is_refused(problem):
     """Anywhere in a list, if the query sees a key of it."""
     selected = dataclasses.replace(problem.selected, counted=False)

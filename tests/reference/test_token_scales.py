@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_paged_attn import flash_varlen, reference, reshape_and_cache
-from torch_paged_attn.testing import EXTENDED, Truth, assert_accurate, build
+from torch_paged_attn.testing import EXTENDED, SELECTED, Truth, assert_accurate, build
 
 INT4 = torch.uint8
 
@@ -30,6 +30,16 @@ def read_linearly(scales):
     return scales.transpose(1, 2).contiguous().nan_to_num(1.0).view(scales.shape)
 
 
+def of_the_next_columns(scales):
+    """Of latents: the scale of the columns behind."""
+    return scales.roll(-1, -1)
+
+
+def by_token_of_latents(scales):
+    """Each slot of a page with the scales of the slot behind it."""
+    return scales.nan_to_num(1.0).roll(-1, -2)
+
+
 def by_page(scales):
     """The scale of a page's first token for all of its tokens."""
     return scales[..., :1].expand_as(scales)
@@ -50,14 +60,21 @@ FAULTS |= {
     for argument in ("k_descale", "v_descale")
     for fault, change in OF_SCALES.items()
 }
+FAULTS |= {
+    f"other head's {argument} of e5m2": ("tokens/sparse_e5m2/f32", argument, of_the_other_head)
+    for argument in ("k_descale", "v_descale")
+}
+LATENTS = "deepseek_v3_2/rows_of_656_bytes/bf16"
+FAULTS["next columns' scales of latents"] = LATENTS, "v_descale", of_the_next_columns
+FAULTS["next token's scales of latents"] = LATENTS, "v_descale", by_token_of_latents
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found(fault):
     name, argument, change = FAULTS[fault]
-    call = build(EXTENDED[name])
+    call = build((EXTENDED | SELECTED)[name])
     wrong = call.args | {argument: change(call.args[argument])}
-    results = reference.flash_varlen(**wrong, precision=reference.BASELINE)
+    results = getattr(reference, call.op)(**wrong, precision=reference.BASELINE)
     with pytest.raises(AssertionError):
         assert_accurate(*results, call.truth())
 

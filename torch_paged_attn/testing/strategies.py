@@ -147,11 +147,16 @@ def problems(draw, layout=NO_LAYOUT, trains=False, optional=()):
     return draw(extras(problem, optional, trains)) if optional else problem
 
 
+# those of `ops.lacking.OPTIONAL` that `extras` adds to calls of `selected_attention`
+OF_SELECTED = {"k_start", "q_latent", "batch_invariant", "k_descale by token", "k in int4"}
+
+
 @st.composite
-def selected_problems(draw, trains=False):
+def selected_problems(draw, trains=False, optional=()):
     """Any call of `selected_attention` that the contract allows, small enough for the reference.
 
     trains: whether the call has to have gradients
+    optional: names in `ops.lacking.OPTIONAL` of arguments that it may give
     """
     size = draw(st.sampled_from((1, 1, 2, 4, 16, 64, 128, 256)))
     page_size = None if trains else draw(st.sampled_from((None, 1, 16, 64, 544)))
@@ -178,7 +183,7 @@ def selected_problems(draw, trains=False):
     )
     kv_dtype = None if trains else draw(sometimes(st.sampled_from((*FLOAT8, torch.int8)), None))
     positions = st.lists(st.integers(-9, 300), min_size=len(seqs), max_size=len(seqs)).map(tuple)
-    return Problem(
+    problem = Problem(
         "fuzzed",
         tuple(seqs),
         num_heads=kv_heads * draw(st.sampled_from((1, 2, 3, 8))),
@@ -201,3 +206,4 @@ def selected_problems(draw, trains=False):
         selected=selected,
         seed=draw(st.integers(0, 2**16)),
     )
+    return draw(extras(problem, OF_SELECTED.intersection(optional), trains))
