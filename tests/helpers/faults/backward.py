@@ -273,7 +273,7 @@ FAULTS = (
     Fault(
         "dropout's bits are drawn from the first visible key on",
         "backward_plan.py",
-        "QUAD if options.has_dropout else 1",
+        "QUAD if host.dropout_p > 0.0 else 1",
         "1",
         LAUNCHES,
     ),

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention import options_of, refuse, rows_of, unsupported
-from torch_paged_attn.backends.neuron.backward_plan import BackwardLaunch, plan_backward
+from torch_paged_attn.backends.neuron.backward_plan import (
+    BackwardLaunch,
+    backward_tile_sizes,
+    plan_backward,
+)
 from torch_paged_attn.backends.neuron.bias import BiasTask
 from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
 from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
@@ -93,13 +97,14 @@ def _launch_all(
     """dq, dk, dv and dbias; `results` are zeros, or `(0,)` where a gradient is not asked for."""
     forward, device = call.forward, call.forward.q.device
     k, v = (rows_of(x, forward, by_head=True) for x in (forward.k, forward.v))
-    plan = plan_backward(forward, (k, v))
-    heads = plan.tiles.heads
+    tiles = backward_tile_sizes(forward)
+    launches, heads = plan_backward(forward, tiles, (k, v)), tiles.heads
+    adds_dq, adds_dkv = any(x.adds_dq for x in launches), any(x.adds_dkv for x in launches)
     wants_dq, wants_dbias = results[0].numel() > 0, results[3].numel() > 0
     wants_dkv = results[1].numel() + results[2].numel() > 0
-    dq = _target(results[0], forward.q, wants_dq, plan.adds_dq)
-    dk = _target(results[1], forward.k, wants_dkv, plan.adds_dkv)
-    dv = _target(results[2], forward.v, wants_dkv, plan.adds_dkv)
+    dq = _target(results[0], forward.q, wants_dq, adds_dq)
+    dk = _target(results[1], forward.k, wants_dkv, adds_dkv)
+    dv = _target(results[2], forward.v, wants_dkv, adds_dkv)
     dbias = torch.zeros(results[3].shape, device=device)
 
     if forward.attn_bias is not None:
@@ -108,7 +113,7 @@ def _launch_all(
     q, dout, out = (x.reshape(-1, x.shape[2]) for x in (forward.q, numbers.dout, numbers.out))
     words, scalars = philox_words(forward), numbers.scalars(forward, heads)
     wants = wants_dq, wants_dkv, wants_dbias
-    for step in plan.launches:
+    for step in launches:
         task = BiasTask.of(forward, step.info, heads, wants_dbias)
         dq, dk, dv, task.gradient = launch(
             attention_backward_kernel,
@@ -128,9 +133,7 @@ def _launch_all(
             words=words,
             row_scalars=scalars,
             bias=task.rows,
-            options=_options(
-                forward, step, options_of(forward, step.info, plan.tiles, (k, v)), wants
-            ),
+            options=_options(forward, step, options_of(forward, step.info, tiles, (k, v)), wants),
         )
         if wants_dbias:
             task.add_to(dbias, heads)
