@@ -49,7 +49,7 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         alike = dataclasses.replace(stacks.of((kinds == kind).all(1)), depth=depth)
         work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
-        parts = visible_tiles(bool(is_diagonal), batch, depth, tile_k, WIDTH)
+        parts = visible_tiles(bool(is_diagonal), batch, work, WIDTH)
         names = ("stack", "sequence", "keys", "key_start", "key_stop", "row_start", "row_stop")
         table = {name: getattr(work, name).tolist() for name in names}
         rows = {name: getattr(work, name).tolist() for name in ("is_row", "token", "member")}
@@ -67,7 +67,8 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
                     row = (token - starts[b]) * group_size + member
                     # what the kernel skips shows nothing
                     for part, shown in enumerate(parts):
-                        skipped = part * WIDTH + dict(shown).get(level, 0)
+                        columns = {tile[0]: tile[1] for tile in shown}
+                        skipped = part * WIDTH + columns.get(level, 0)
                         assert not max(start, skipped) < min(stop, (part + 1) * WIDTH)
                     if start < stop:
                         first = keys[start]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
 from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, P
 from torch_paged_attn.backends.neuron.key_columns import count_up
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
@@ -33,6 +34,9 @@ from torch_paged_attn.backends.neuron.work_list import (
     list_items,
     spans_of,
 )
+
+# a factor of scores that keeps what is masked far below every other score
+SMALLEST_FACTOR = 1e-6
 
 # what rectangles are rounded up to
 DEPTHS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -57,43 +61,28 @@ KINDS = "launch", "depth", "tile_k", "is_diagonal", "adds_dq", "adds_dkv"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLaunch:
-    """The tables of a launch, and what its kernel is compiled for: see `BackwardOptions`."""
+    """The tables of a launch, and what its kernel is compiled for."""
 
     info: WorkInfo
-    width: int  # columns of a tile of scores
-    visible_tiles: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
-    adds_dq: bool  # to what earlier launches have left in dq
-    adds_dkv: bool  # or in dk and dv
-
-    @property
-    def one_item(self) -> bool:
-        """Whether every stack has a single item."""
-        return bool(self.info.work.is_first.all())
-
-    @property
-    def one_product(self) -> bool:
-        """Whether every stack has a single item, which is one tile of scores wide and of which each
-        tile of rows sees some key."""
-        return self.one_item and [len(seen) for seen in self.visible_tiles] == [
-            self.info.work.depth
-        ]
-
-    @property
-    def sees_all_keys(self) -> bool:
-        """Whether no item has a key that none of its rows sees."""
-        work = self.info.work
-        return bool((work.key_start == 0).all() and (work.key_stop == work.tile_k).all())
+    options: BackwardOptions
+    sees_all_keys: bool  # no item has a key that none of its rows sees
 
 
 plan_cache: PlanCache[list[BackwardLaunch]] = PlanCache(16)
 
+# which of dq, of dk and dv, and of dbias are asked for
+Wants = tuple[bool, bool, bool]
+
 
 def plan_backward(
-    call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]
+    call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV], wants: Wants
 ) -> list[BackwardLaunch]:
     """The launches of a call in order; `rows` are those of k and v."""
-    host = on_host(call)
-    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows))
+    host, has_bias = on_host(call), call.attn_bias is not None
+    is_shaped = call.softcap > 0.0 or call.alibi_slopes is not None or has_bias
+    is_shaped = is_shaped or call.scale < SMALLEST_FACTOR
+    given = wants, float(call.scale), is_shaped, has_bias
+    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows, *given), given)
 
 
 def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
@@ -136,7 +125,13 @@ def backward_tile_sizes(call: AttentionCall) -> TileSizes:
 
 
 def _make(
-    host: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]
+    host: AttentionCall,
+    tiles: TileSizes,
+    rows: tuple[PagedKV, PagedKV],
+    wants: Wants,
+    scale: float,
+    is_shaped: bool,
+    has_bias: bool,
 ) -> list[BackwardLaunch]:
     """The launches of a call whose metadata is on the host: one for each of `KINDS`, in order."""
     batch, heads = batch_of(host, tiles.heads), tiles.heads
@@ -153,36 +148,26 @@ def _make(
         work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
         info = lay_out(work, host, heads, rows, tiles.item_programs, loads_all=True)
         width = score_width(host.head_dim, host.head_dim_v, tile_k)
-        seen = visible_tiles(bool(is_diagonal), batch, depth, tile_k, width)
-        launches.append(
-            BackwardLaunch(
-                info=_with_key_rows(info, heads).to(host.q.device),
-                width=width,
-                visible_tiles=_with_edges(seen, work, width),
-                adds_dq=bool(adds_dq),
-                adds_dkv=bool(adds_dkv),
-            )
+        seen = visible_tiles(bool(is_diagonal), batch, work, width)
+        one_item = bool(work.is_first.all())
+        backward = BackwardOptions(
+            width=width,
+            visible_tiles=seen,
+            out_scale=scale,
+            is_shaped=is_shaped,
+            wants_dq=wants[0],
+            wants_dkv=wants[1],
+            wants_dbias=wants[2],
+            adds_dq=bool(adds_dq),
+            adds_dkv=bool(adds_dkv),
+            one_item=one_item,
+            one_product=one_item and [len(part) for part in seen] == [depth],
         )
+        is_whole = (work.key_start == 0) & (work.key_stop == tile_k)
+        sees_all_keys = bool(is_whole.all()) and not has_bias
+        info = _with_key_rows(info, heads).to(host.q.device)
+        launches.append(BackwardLaunch(info, backward, sees_all_keys))
     return launches
-
-
-def _with_edges(
-    seen: tuple[tuple[tuple[int, int], ...], ...], work: WorkList, width: int
-) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
-    """The tiles of `visible_tiles`, and whether some row of one is hidden its first, or its last,
-    columns.
-
-    Where all rows of all items see them all, nothing needs a mask.
-    """
-    # of each tile of rows: from where on, and to where, all rows of all items see keys
-    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
-    return tuple(
-        tuple(
-            (level, columns, start[level] > part * width, stop[level] < part * width + columns)
-            for level, columns in tiles
-        )
-        for part, tiles in enumerate(seen)
-    )
 
 
 def _with_key_rows(info: WorkInfo, heads: Heads) -> WorkInfo:
@@ -269,26 +254,34 @@ def cut(
 
 
 def visible_tiles(
-    is_diagonal: bool, batch: Batch, depth: int, tile_k: int, width: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns).
+    is_diagonal: bool, batch: Batch, work: WorkList, width: int
+) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
+    """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns,
+    hides_first, hides_last).
 
     Such a tile sees none of the part's keys from `columns` on, a multiple of P. The last level
-    comes first, and counts as one that sees all: it writes the sums to which the others add.
+    comes first, and counts as one that sees all: it writes the sums to which the others add. The
+    last two say whether some row is hidden its first, or its last columns: where all rows of all
+    items see them all, nothing needs a mask.
     """
-    if not is_diagonal:
-        return (tuple((level, width) for level in reversed(range(depth))),) * (tile_k // width)
     left, right, group_size = batch.window_size_left, batch.window_size_right, batch.group_size
+    # of each tile of rows: from where on, and to where, all rows of all items see keys
+    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
     found = []
-    for first in range(0, tile_k, width):
-        # the first row sees the first key, and each group_size rows one more
-        begin, end = first * group_size // P, depth
-        if left >= 0:
+    for first in range(0, work.tile_k, width):
+        begin, end = 0, work.depth
+        if is_diagonal:  # the first row sees the first key, and each group_size rows one more
+            begin = first * group_size // P
+        if is_diagonal and left >= 0:
             end = min(end, -(-(first + width + left + right) * group_size // P))
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, bool, bool]] = []
         for level in reversed(range(begin, end)):
-            keys = ((level + 1) * P - 1) // group_size + 1 - first
-            seen.append((level, min(-(-keys // P) * P, width) if seen else width))
+            columns = width
+            if is_diagonal and seen:
+                keys = ((level + 1) * P - 1) // group_size + 1 - first
+                columns = min(-(-keys // P) * P, width)
+            hides = start[level] > first, stop[level] < first + columns
+            seen.append((level, columns, *hides))
         found.append(tuple(seen))
     return tuple(found)
 

@@ -14,11 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
-from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo, lay_out
-from torch_paged_attn.backends.neuron.tile_sizes import DEPTHS, TileSizes
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
 from torch_paged_attn.backends.neuron.work_list import Batch, build_work_lists
 from torch_paged_attn.lru import LRU
 
@@ -119,8 +118,11 @@ def planned(
     tiles: TileSizes,
     rows: tuple[PagedKV, PagedKV],
     make: Callable[[], T],
+    given: Hashable = None,
 ) -> T:
-    """The plan of a call whose metadata is on the host, and of all that it depends on equal."""
+    """The plan of a call whose metadata is on the host: that of one of which all that it depends
+    on, what is `given` too, was equal.
+    """
     tensors = [getattr(host, name) for name in METADATA]
     blocks: tuple[int, ...] = ()
     if (layout := host.layout) is not None:
@@ -129,7 +131,7 @@ def planned(
     lengths = host.total_q, host.k.shape[0], host.page_size, host.head_dim, host.head_dim_v
     window = host.window_size_left, host.window_right, host.dropout_p > 0.0
     places = [(r.first_row, r.page_rows, r.head_rows, r.slot_rows, r.rows_of_head) for r in rows]
-    options = lengths, window, blocks, tuple(places), tiles, host.q.device
+    options = lengths, window, blocks, tuple(places), tiles, host.q.device, given
     return cache(tensors, options, make)
 
 
@@ -141,19 +143,10 @@ def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -
 
 def _make(host: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     """The tables of each work list of a call whose metadata is on the host."""
-    deepest = _deepest(tiles, host.layout)
-    depths = sorted({1, max(1, deepest // 4), deepest})
+    depths = sorted({1, max(1, tiles.deepest // 4), tiles.deepest})
     lists = build_work_lists(batch_of(host, tiles.heads), tiles.key_tiles, depths)
     infos = (lay_out(work, host, tiles.heads, rows, tiles.item_programs) for work in lists)
     return [info.to(host.q.device) for info in infos]
-
-
-def _deepest(tiles: TileSizes, layout: BlockLayout | None) -> int:
-    """Tiles in the deepest stack: a row of a layout fills no more than this."""
-    if layout is None:
-        return tiles.deepest
-    needed = -(-layout.q_block_size * tiles.heads.members // P)
-    return min(n for n in DEPTHS if n >= min(needed, tiles.deepest))
 
 
 def batch_of(host: AttentionCall, heads: Heads) -> Batch:

@@ -244,8 +244,7 @@ def token_scales(
         return descale[page[:, None], head[..., None], slot[:, None]]
 
     column = torch.arange(work.tile_k)
-    edges = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
-    start, stop = edges
+    start, stop = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
     seen = ((column >= start) & (column < stop)).to(device)
     if absent is not None:
         seen &= ~absent
