@@ -13,8 +13,8 @@ from same_bits import same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
-from torch_paged_attn.backends.neuron.backward_plan import Sizes, cut, visible_tiles
-from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items, spans_of
+from torch_paged_attn.backends.neuron.backward_plan import cut, visible_tiles
+from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
     assert_accurate_gradients,
@@ -25,7 +25,7 @@ from torch_paged_attn.testing.strategies import problems
 
 P = 128
 EXAMPLES = hypothesis.settings.default.max_examples
-SIZES = Sizes(depths=(1, 2), key_tiles=(32, 64))
+DEPTHS, KEY_TILES = (1, 2), (32, 64)
 WIDTH = 32
 
 
@@ -40,17 +40,16 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
     """And no launch has a row, or a key, in two rectangles."""
     q_lens, k_lens = (torch.tensor(lens) for lens in zip(*seqs, strict=True))
     bounds = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0))
-    batch = Batch(bounds, k_lens, int(bounds[-1]) + 3, *window)
-    spans = spans_of(batch, 1, None)
-    cuts = cut(batch, spans, group_size, SIZES, grid)
+    batch = Batch(bounds, k_lens, int(bounds[-1]) + 3, *window, group_size)
+    stacks, kinds = cut(batch, DEPTHS, KEY_TILES, grid)
     seen = [torch.zeros(q * group_size, k, dtype=torch.int) for q, k in seqs]
-    kinds, starts = cuts.kind.stacked(), bounds.tolist()
+    starts = bounds.tolist()
     rows_of_launch, keys_of_launch = {}, {}
     for kind in kinds.unique(dim=0):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
-        stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
-        parts = visible_tiles(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
+        alike = dataclasses.replace(stacks.of((kinds == kind).all(1)), depth=depth)
+        work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
+        parts = visible_tiles(bool(is_diagonal), batch, work, WIDTH)
         names = ("stack", "sequence", "keys", "key_start", "key_stop", "row_start", "row_stop")
         table = {name: getattr(work, name).tolist() for name in names}
         rows = {name: getattr(work, name).tolist() for name in ("is_row", "token", "member")}
@@ -68,7 +67,8 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
                     row = (token - starts[b]) * group_size + member
                     # what the kernel skips shows nothing
                     for part, shown in enumerate(parts):
-                        skipped = part * WIDTH + dict(shown).get(level, 0)
+                        columns = {tile[0]: tile[1] for tile in shown}
+                        skipped = part * WIDTH + columns.get(level, 0)
                         assert not max(start, skipped) < min(stop, (part + 1) * WIDTH)
                     if start < stop:
                         first = keys[start]

@@ -45,18 +45,11 @@ def test_every_pair_that_is_visible_is_shown_once(data):
     planes = 1 if listed is None else listed.shape[-3]
     bounds = torch.tensor([0, *(q for q, _ in seqs)]).cumsum(0)
     total = int(bounds[-1]) + padding
-    batch = Batch(bounds, torch.tensor([k for _, k in seqs], dtype=torch.long), total, *windows)
+    key_lens = torch.tensor([k for _, k in seqs], dtype=torch.long)
+    batch = Batch(bounds, key_lens, total, *windows, group, planes, layout, TILE_Q)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work_list, "LAUNCH_COLUMNS", data.draw(st.sampled_from((0, 8192))))
-        lists = build_work_lists(
-            batch,
-            group_size=group,
-            planes=planes,
-            tile_q=TILE_Q,
-            key_tiles=data.draw(st.sampled_from(TILES)),
-            depths=(1, 2, 4),
-            layout=layout,
-        )
+        lists = build_work_lists(batch, data.draw(st.sampled_from(TILES)), (1, 2, 4))
 
     shown = torch.zeros(planes, total, group, 100, dtype=torch.long)
     stored = torch.zeros(planes, total, group, dtype=torch.long)

@@ -231,8 +231,8 @@ FAULTS = (
     Fault(
         "the diagonal's first tile is skipped",
         "backward_plan.py",
-        "begin, end = first * group_size // P, depth",
-        "begin, end = (first + width) * group_size // P, depth",
+        "begin = first * group_size // P",
+        "begin = (first + width) * group_size // P",
         LAUNCHES,
     ),
     Fault(
@@ -273,7 +273,7 @@ FAULTS = (
     Fault(
         "dropout's bits are drawn from the first visible key on",
         "backward_plan.py",
-        "QUAD if options.has_dropout else 1",
+        "QUAD if host.dropout_p > 0.0 else 1",
         "1",
         LAUNCHES,
     ),

@@ -5,12 +5,12 @@ from faults.fault import BYTES, SHARED, Fault, suite
 SPARSE = suite("test_agrees and phi3")
 
 FAULTS = (
-    Fault("page ids unchecked", "plan.py", ".clamp(0, options.num_pages - 1)", "", BYTES),
+    Fault("page ids unchecked", "tables.py", ".clamp(0, host.k.shape[0] - 1)", "", BYTES),
     Fault(
         "page ids one short",
-        "plan.py",
-        "options.num_pages - 1)",
-        "options.num_pages - 2)",
+        "tables.py",
+        "host.k.shape[0] - 1)",
+        "host.k.shape[0] - 2)",
         ("tests/neuron/test_attention.py", "-k", "one_by_one"),
     ),
     Fault(

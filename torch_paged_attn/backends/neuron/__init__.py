@@ -6,6 +6,7 @@ on hardware: see `docs/neuron.md`.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 from torch_paged_attn import environment
@@ -23,12 +24,16 @@ def keep_plans() -> AbstractContextManager[None]:
     return plan.keep_plans()
 
 
+FORWARDS = "flash_varlen", "flash_varlen_out", "blocksparse", "selected_attention"
+
+
 class Neuron(Backend):
     """Trainium and Inferentia, by torch_neuronx or torch_xla; CPU tensors on the emulator."""
 
     name = "neuron"
     supports = TOKEN_SCALES
     selects_pages = True
+    files = MappingProxyType(dict.fromkeys(FORWARDS, "attention"))
     dispatch_keys = ("XLA", "PrivateUse1") + (("CPU",) if environment.NEURON_EMULATE else ())
 
     def unsupported(self) -> str | None:

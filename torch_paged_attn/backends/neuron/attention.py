@@ -1,25 +1,24 @@
-"""`flash_varlen` and `blocksparse`: plan a call on the host, launch it, lay out its results.
+"""The ops of attention: plan a call on the host, launch it, lay out its results.
 
 The metadata is read on the host for every call, which waits for the device; see `plan`.
 """
 
 import dataclasses
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron import BACKEND
-from torch_paged_attn.backends.neuron.bias import lay_out_bias
+from torch_paged_attn.backends.neuron.bias import BiasTask
 from torch_paged_attn.backends.neuron.kernels.attention import attention_kernel
 from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
 from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
-from torch_paged_attn.backends.neuron.plan import plan
+from torch_paged_attn.backends.neuron.plan import on_host, plan, values_of
 from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
 from torch_paged_attn.backends.neuron.tables import (
-    Heads,
     WorkInfo,
     descales_of,
     has_token_scales,
@@ -33,22 +32,15 @@ from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 from torch_paged_attn.ops.lacking import refuse_lacking
+from torch_paged_attn.ops.selected_pages import NamedPages, attend_pages, named_pages
 
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
 WIDEST_KEY = 1024
 
+LISTS = "key_indices", "num_selected"
+
 # (item, head, tile) triples that are unrolled; more run in a loop where the package has one
 UNROLLED = 256
-
-
-def unsupported(k: Tensor, v: Tensor) -> str | None:
-    """Why a valid call has no kernel here: which argument, and what is supported; or None."""
-    head_dim, head_dim_v = k.shape[-1], v.shape[-1]
-    if head_dim > WIDEST_KEY:
-        return f"k has head_dim {head_dim}; supported: at most {WIDEST_KEY}"
-    if head_dim_v > WIDEST_VALUE:
-        return f"v has head_dim {head_dim_v}; supported: at most {WIDEST_VALUE}"
-    return None
 
 
 def refuse(op: str, reason: str) -> NoReturn:
@@ -56,12 +48,48 @@ def refuse(op: str, reason: str) -> NoReturn:
     checks.refuse(op, f"not supported by the neuron backend: {reason}")
 
 
+def refuse_wide(op: str, k: Tensor, v: Tensor) -> None:
+    """Raise for a call whose heads have no room on the chip."""
+    for name, given, widest in (("k", k, WIDEST_KEY), ("v", v, WIDEST_VALUE)):
+        if given.shape[-1] > widest:
+            refuse(op, f"{name} has head_dim {given.shape[-1]}; supported: at most {widest}")
+
+
+def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.flash_varlen`."""
+    return attend(AttentionCall.flash_varlen(*args, **kwargs))
+
+
+def flash_varlen_out(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Arguments as in `ops.flash_varlen_out`; the results of kernels are copied."""
+    found, lse = flash_varlen(*args, out_dtype=out.dtype, **kwargs)
+    out.copy_(found)
+    return lse
+
+
+def blocksparse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.blocksparse`: the keys of items are those of the listed blocks."""
+    return attend(AttentionCall.blocksparse(*args, **kwargs))
+
+
+def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.selected_attention`: whole pages, as `flash_varlen`."""
+    call = AttentionCall.selected_attention(*args, **kwargs)
+    refuse_lacking(call, "neuron", BACKEND.lacks)
+    return attend_pages(call, "neuron", attend, find=_named_on_host)
+
+
+def _named_on_host(call: AttentionCall) -> NamedPages:
+    """Lists, lengths and block tables are read on the host: Neuron's compiler has no sort."""
+    assert call.selection is not None
+    lists = dataclasses.replace(call.selection, **values_of(call.selection, LISTS))
+    return named_pages(dataclasses.replace(on_host(call), selection=lists)).to(call.q.device)
+
+
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Results of a checked call."""
     refuse_lacking(call, "neuron", BACKEND.lacks)
-    reason = unsupported(call.k, call.v)
-    if reason is not None:
-        refuse(call.op, reason)
+    refuse_wide(call.op, call.k, call.v)
     if call.total_q == 0:
         return call.new_results()
     # 8 bits of query are exact in 16; results of 8 bits are rounded by PyTorch
@@ -78,8 +106,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(num_rows, width, dtype=torch.float32)
 
     words, scalars = philox_words(call), row_scalars(call, heads)
-    for info in plan(call, tiles, (k, v)):
-        info, bias, bias_head_stride, absent = _with_bias(call, info, heads)
+    for planned in plan(call, tiles, (k, v)):
+        bias = BiasTask.of(call, planned, heads)
+        info = bias.info
         out, lse = launch(
             attention_kernel,
             out=out,
@@ -93,28 +122,11 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             count=info.count,
             words=words,
             row_scalars=scalars,
-            bias=bias,
-            token_scales=token_scales(call, info, heads, absent),
-            options=options_of(call, info, tiles, (k, v), bias_head_stride),
+            bias=bias.rows,
+            token_scales=token_scales(call, info, heads, bias.absent),
+            options=options_of(call, info, tiles, (k, v), bias.head_stride),
         )
     return _results(call, out, lse)
-
-
-def _with_bias(
-    call: AttentionCall, info: WorkInfo, heads: Heads
-) -> tuple[WorkInfo, Tensor, int, Tensor | None]:
-    """The tables with a bias's columns, its rows, their stride from KV head to KV head, and which
-    columns it hides from all rows."""
-    if call.attn_bias is None:
-        return info, torch.zeros(1, info.work.tile_k, device=call.q.device), 0, None
-    bias = lay_out_bias(call.attn_bias, info, heads)
-    absent = bias.absent.unflatten(1, (-1, P, info.work.run)).transpose(1, 2).flatten(2)
-    with_bias = dataclasses.replace(
-        info,
-        indices=torch.cat([info.indices, bias.index.to(call.q.device)], 2),
-        bounds=torch.cat([info.bounds, absent.float()], 2),
-    )
-    return with_bias, bias.rows, bias.head_stride, bias.absent
 
 
 def options_of(

@@ -12,35 +12,31 @@ skips pairs of tiles by what it is compiled for.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
 from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, P
 from torch_paged_attn.backends.neuron.key_columns import count_up
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
-from torch_paged_attn.backends.neuron.plan import (
-    Metadata,
-    PlanCache,
-    PlanOptions,
-    batch_of,
-    places_of,
-    slots_of,
-    tokens_in_sequence,
-)
+from torch_paged_attn.backends.neuron.plan import PlanCache, batch_of, on_host, planned
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.tables import Heads, TokenMajor, WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
 from torch_paged_attn.backends.neuron.work_list import (
     Batch,
     KeyTile,
-    Spans,
     Stacks,
     WorkList,
     list_items,
     spans_of,
 )
+
+# a factor of scores that keeps what is masked far below every other score
+SMALLEST_FACTOR = 1e-6
 
 # what rectangles are rounded up to
 DEPTHS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -57,70 +53,36 @@ PSUM_BANKS = 8
 # keys for which dropout's bits are drawn together: those of positions 0 to 3, 4 to 7, ...
 QUAD = 4
 
+# what launches of one kernel have in common, columns of a tensor: the launch, how deep stacks and
+# how long tiles of keys are, whether the first row sees the first key first, and whether an earlier
+# launch has a row of it, or a key
+KINDS = "launch", "depth", "tile_k", "is_diagonal", "adds_dq", "adds_dkv"
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLaunch:
-    """The tables of a launch, and what its kernel is compiled for: see `BackwardOptions`."""
+    """The tables of a launch, and what its kernel is compiled for."""
 
     info: WorkInfo
-    width: int  # columns of a tile of scores
-    visible_tiles: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
-    adds_dq: bool  # to what earlier launches have left in dq
-    adds_dkv: bool  # or in dk and dv
-
-    @property
-    def one_item(self) -> bool:
-        """Whether every stack has a single item."""
-        return bool(self.info.work.is_first.all())
-
-    @property
-    def one_product(self) -> bool:
-        """Whether every stack has a single item, which is one tile of scores wide and of which each
-        tile of rows sees some key."""
-        return self.one_item and [len(seen) for seen in self.visible_tiles] == [
-            self.info.work.depth
-        ]
-
-    @property
-    def sees_all_keys(self) -> bool:
-        """Whether no item has a key that none of its rows sees."""
-        work = self.info.work
-        return bool((work.key_start == 0).all() and (work.key_stop == work.tile_k).all())
+    options: BackwardOptions
+    sees_all_keys: bool  # no item has a key that none of its rows sees
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardPlan:
-    """The launches in order, and whether several of them add to one gradient."""
+plan_cache: PlanCache[list[BackwardLaunch]] = PlanCache(16)
 
-    launches: list[BackwardLaunch]
-    tiles: TileSizes
-
-    @property
-    def adds_dq(self) -> bool:
-        return any(x.adds_dq for x in self.launches)
-
-    @property
-    def adds_dkv(self) -> bool:
-        return any(x.adds_dkv for x in self.launches)
+# which of dq, of dk and dv, and of dbias are asked for
+Wants = tuple[bool, bool, bool]
 
 
-def plan_backward(call: AttentionCall, rows: tuple[PagedKV, PagedKV]) -> BackwardPlan:
-    """The launches of a call; `rows` are those of k and v."""
-    host, device = Metadata.of(call).on_host(), call.q.device
-    heads = TokenMajor(call.num_kv_heads, call.group_size, call.num_kv_heads)
-    options = PlanOptions.of(call, _tile_sizes(call, heads))
-    tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k
-    dims = call.head_dim, call.head_dim_v
-
-    def make() -> BackwardPlan:
-        plan = _make(host, options, rows, dims)
-        on_device = [dataclasses.replace(x, info=x.info.to(device)) for x in plan.launches]
-        return dataclasses.replace(plan, launches=on_device)
-
-    return plan_cache(tensors, (options, places_of(rows), dims, device), make)
-
-
-plan_cache: PlanCache[BackwardPlan] = PlanCache(16)
+def plan_backward(
+    call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV], wants: Wants
+) -> list[BackwardLaunch]:
+    """The launches of a call in order; `rows` are those of k and v."""
+    host, has_bias = on_host(call), call.attn_bias is not None
+    is_shaped = call.softcap > 0.0 or call.alibi_slopes is not None or has_bias
+    is_shaped = is_shaped or call.scale < SMALLEST_FACTOR
+    given = wants, float(call.scale), is_shaped, has_bias
+    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows, *given), given)
 
 
 def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
@@ -137,8 +99,9 @@ def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     return next(n for n in widths if banks(n) <= PSUM_BANKS - 4)
 
 
-def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
+def backward_tile_sizes(call: AttentionCall) -> TileSizes:
     """The deepest stack and the longest tile of keys that SBUF has room for."""
+    heads = TokenMajor(call.num_kv_heads, call.group_size, call.num_kv_heads)
     dims = call.head_dim, call.head_dim_v
     steps = [-(-dim // P) for dim in dims]
     # of each partition: a key or query, its gradient or value, both also transposed
@@ -162,134 +125,81 @@ def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
 
 
 def _make(
-    host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV], dims: tuple[int, int]
-) -> BackwardPlan:
-    """The plan of equal metadata and options, on the host; `dims` are head_dim and head_dim_v.
-
-    One launch for each kind of rectangles, in the order of `Kinds.launch`.
-    """
-    batch, tiles = batch_of(host, options), options.tiles
-    heads, group_size = tiles.heads, tiles.heads.members
-    spans = spans_of(batch, heads.planes, None)
-    sizes = Sizes(
-        depths=tuple(n for n in DEPTHS if n <= tiles.deepest),
-        key_tiles=tuple(n for n in KEY_TILES if n <= tiles.key_tiles[0].keys),
+    host: AttentionCall,
+    tiles: TileSizes,
+    rows: tuple[PagedKV, PagedKV],
+    wants: Wants,
+    scale: float,
+    is_shaped: bool,
+    has_bias: bool,
+) -> list[BackwardLaunch]:
+    """The launches of a call whose metadata is on the host: one for each of `KINDS`, in order."""
+    batch, heads = batch_of(host, tiles.heads), tiles.heads
+    stacks, kinds = cut(
+        batch,
+        [n for n in DEPTHS if n <= tiles.deepest],
+        [n for n in KEY_TILES if n <= tiles.key_tiles[0].keys],
+        QUAD if host.dropout_p > 0.0 else 1,
     )
-    cuts = cut(batch, spans, group_size, sizes, QUAD if options.has_dropout else 1)
-    in_sequence = tokens_in_sequence(batch, options)
-    kinds, launches = cuts.kind.stacked(), []
+    launches = []
     for kind in kinds.unique(dim=0):
         _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
-        stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
-        slots = slots_of(work, host, options)
-        info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, loads_all=True)
-        width = score_width(*dims, tile_k)
-        seen = visible_tiles(bool(is_diagonal), batch, group_size, depth, tile_k, width)
-        launches.append(
-            BackwardLaunch(
-                info=_with_key_rows(info, heads, slots[1]),
-                width=width,
-                visible_tiles=_with_edges(seen, work, width),
-                adds_dq=bool(adds_dq),
-                adds_dkv=bool(adds_dkv),
-            )
+        alike = dataclasses.replace(stacks.of((kinds == kind).all(1)), depth=depth)
+        work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
+        info = lay_out(work, host, heads, rows, tiles.item_programs, loads_all=True)
+        width = score_width(host.head_dim, host.head_dim_v, tile_k)
+        seen = visible_tiles(bool(is_diagonal), batch, work, width)
+        one_item = bool(work.is_first.all())
+        backward = BackwardOptions(
+            width=width,
+            visible_tiles=seen,
+            out_scale=scale,
+            is_shaped=is_shaped,
+            wants_dq=wants[0],
+            wants_dkv=wants[1],
+            wants_dbias=wants[2],
+            adds_dq=bool(adds_dq),
+            adds_dkv=bool(adds_dkv),
+            one_item=one_item,
+            one_product=one_item and [len(part) for part in seen] == [depth],
         )
-    return BackwardPlan(launches, tiles)
+        is_whole = (work.key_start == 0) & (work.key_stop == tile_k)
+        sees_all_keys = bool(is_whole.all()) and not has_bias
+        info = _with_key_rows(info, heads).to(host.q.device)
+        launches.append(BackwardLaunch(info, backward, sees_all_keys))
+    return launches
 
 
-def _with_edges(
-    seen: tuple[tuple[tuple[int, int], ...], ...], work: WorkList, width: int
-) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
-    """The tiles of `visible_tiles`, and whether some row of one is hidden its first, or its last,
-    columns.
-
-    Where all rows of all items see them all, nothing needs a mask.
-    """
-    # of each tile of rows: from where on, and to where, all rows of all items see keys
-    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
-    return tuple(
-        tuple(
-            (level, columns, start[level] > part * width, stop[level] < part * width + columns)
-            for level, columns in tiles
-        )
-        for part, tiles in enumerate(seen)
-    )
-
-
-def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:
+def _with_key_rows(info: WorkInfo, heads: Heads) -> WorkInfo:
     """The tables with the rows of dk and dv, (token, KV head): -1 where no row sees the key."""
     work, items = info.work, info.items
     column = torch.arange(work.tile_k)
     is_seen = (column >= work.key_start[:, None]) & (column < work.key_stop[:, None])
-    row = slots * heads.num_kv_heads + work.plane[work.stack, None]
-    is_seen = is_seen[items] & ~info.is_idle[:, None]
-    row = row[items].where(is_seen, torch.tensor(-1))
+    row = info.slot * heads.num_kv_heads + work.plane[work.stack[items], None]
+    row = row.where(is_seen[items] & ~info.is_idle[:, None], torch.tensor(-1))
     columns = row.unflatten(1, (-1, P)).transpose(1, 2).to(torch.int32)
     return dataclasses.replace(info, indices=torch.cat([info.indices, columns], 2).contiguous())
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How large stacks, stretches and tiles are."""
+def cut(
+    batch: Batch, depths: Sequence[int], key_tiles: Sequence[int], grid: int
+) -> tuple[Stacks, Tensor]:
+    """The rectangles of all spans but the padding tokens', as stacks, and their `KINDS`; keys begin
+    at multiples of `grid`.
 
-    depths: tuple[int, ...]  # tiles of rows in a stack: the first that holds a rectangle's
-    key_tiles: tuple[int, ...]  # the same for its keys, of which there may be several of the last
-
-
-@dataclasses.dataclass(frozen=True)
-class Rectangles:
-    """`(num_rectangles,)` each; `kind` is what launches of one kernel have in common."""
-
-    span: Tensor
-    first_row: Tensor
-    stop_row: Tensor
-    key_start: Tensor
-    key_stop: Tensor
-    kind: "Kinds"
-    grid: int  # keys begin at multiples of it
-
-    def stacks(self, which: Tensor, depth: int) -> Stacks:
-        """Some of them, as stacks of `depth` tiles."""
-        return Stacks(
-            self.span[which],
-            self.first_row[which],
-            self.stop_row[which],
-            self.key_start[which],
-            self.key_stop[which],
-            depth,
-            grid=self.grid,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Kinds:
-    """`(num_rectangles,)` each."""
-
-    launch: Tensor
-    depth: Tensor
-    tile_k: Tensor
-    is_diagonal: Tensor
-    adds_dq: Tensor  # whether an earlier launch has a row of it
-    adds_dkv: Tensor  # or a key
-
-    def stacked(self) -> Tensor:
-        """`(num_rectangles, 6)`."""
-        parts = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return torch.stack([part.long() for part in parts], 1)
-
-
-def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes, grid: int) -> Rectangles:
-    """The rectangles of all spans but the padding tokens'; keys begin at multiples of `grid`."""
+    Of `depths`, a rectangle takes the first that holds its rows; of `key_tiles` the same for its
+    keys, of which there may be several of the last.
+    """
+    spans, group_size = spans_of(batch), batch.group_size
     _, lengths, key_lens = batch.sequences()
     left, right = batch.window_size_left, batch.window_size_right
     length, key_len = spans.length, key_lens[spans.sequence]
     past = key_len - lengths[spans.sequence]
-    stack_rows = sizes.depths[-1] * P
+    stack_rows = depths[-1] * P
     num_stacks = -(-length * group_size // stack_rows)
     stretch = key_len.clamp(min=1)
     if left >= 0 or right >= 0:
-        stretch = stretch.clamp(max=sizes.key_tiles[-1])
+        stretch = stretch.clamp(max=key_tiles[-1])
     num_stretches = -(-key_len // stretch)
 
     span, rank = count_up(num_stacks * num_stretches)
@@ -322,43 +232,61 @@ def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes, grid: int) ->
     is_diagonal = torch.zeros_like(sees[sees])
     if right >= 0:
         is_diagonal = (position + right == key_start) & (first_row % group_size == 0)
-    kind = Kinds(
-        launch=launch,
-        depth=_first_that_holds(num_tiles, sizes.depths),
-        tile_k=_first_that_holds(num_keys, sizes.key_tiles),
-        is_diagonal=is_diagonal,
-        adds_dq=launch > _least(launch, span * (rank.max() + 1) + i if len(span) else span),
-        adds_dkv=launch > _least(launch, span * (rank.max() + 1) + j if len(span) else span),
+    of_rows, of_keys = (span * (rank.max() + 1) + x if len(span) else span for x in (i, j))
+    kinds = (
+        launch,
+        _first_that_holds(num_tiles, depths),
+        _first_that_holds(num_keys, key_tiles),
+        is_diagonal,
+        launch > _least(launch, of_rows),
+        launch > _least(launch, of_keys),
     )
-    return Rectangles(span, first_row, stop_row, key_start, key_stop, kind, grid)
+    stacks = Stacks(
+        **vars(spans.of(span)),
+        first_row=first_row,
+        stop_row=stop_row,
+        key_start=key_start,
+        key_stop=key_stop,
+        depth=depths[-1],
+        grid=grid,
+    )
+    return stacks, torch.stack([x.long() for x in kinds], 1)
 
 
 def visible_tiles(
-    is_diagonal: bool, batch: Batch, group_size: int, depth: int, tile_k: int, width: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns).
+    is_diagonal: bool, batch: Batch, work: WorkList, width: int
+) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
+    """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns,
+    hides_first, hides_last).
 
     Such a tile sees none of the part's keys from `columns` on, a multiple of P. The last level
-    comes first, and counts as one that sees all: it writes the sums to which the others add.
+    comes first, and counts as one that sees all: it writes the sums to which the others add. The
+    last two say whether some row is hidden its first, or its last columns: where all rows of all
+    items see them all, nothing needs a mask.
     """
-    if not is_diagonal:
-        return (tuple((level, width) for level in reversed(range(depth))),) * (tile_k // width)
-    left, right = batch.window_size_left, batch.window_size_right
+    left, right, group_size = batch.window_size_left, batch.window_size_right, batch.group_size
+    # of each tile of rows: from where on, and to where, all rows of all items see keys
+    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
     found = []
-    for first in range(0, tile_k, width):
-        # the first row sees the first key, and each group_size rows one more
-        begin, end = first * group_size // P, depth
-        if left >= 0:
+    for first in range(0, work.tile_k, width):
+        begin, end = 0, work.depth
+        if is_diagonal:  # the first row sees the first key, and each group_size rows one more
+            begin = first * group_size // P
+        if is_diagonal and left >= 0:
             end = min(end, -(-(first + width + left + right) * group_size // P))
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, bool, bool]] = []
         for level in reversed(range(begin, end)):
-            keys = ((level + 1) * P - 1) // group_size + 1 - first
-            seen.append((level, min(-(-keys // P) * P, width) if seen else width))
+            columns = width
+            if is_diagonal and seen:
+                keys = ((level + 1) * P - 1) // group_size + 1 - first
+                columns = min(-(-keys // P) * P, width)
+            hides = start[level] > first, stop[level] < first + columns
+            seen.append((level, columns, *hides))
         found.append(tuple(seen))
     return tuple(found)
 
 
-def _first_that_holds(count: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def _first_that_holds(count: Tensor, sizes: Sequence[int]) -> Tensor:
     """The smallest of `sizes`, which ascend, that is not below each count; else the largest."""
     limits = torch.tensor(sizes)
     return limits[torch.searchsorted(limits, count).clamp(max=len(sizes) - 1)]

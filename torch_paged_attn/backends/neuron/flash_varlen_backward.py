@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.attention import options_of, refuse, rows_of, unsupported
-from torch_paged_attn.backends.neuron.backward_plan import BackwardLaunch, plan_backward
+from torch_paged_attn.backends.neuron.attention import options_of, refuse_wide, rows_of
+from torch_paged_attn.backends.neuron.backward_plan import backward_tile_sizes, plan_backward
 from torch_paged_attn.backends.neuron.bias import BiasTask
 from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
-from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
-from torch_paged_attn.backends.neuron.kernels.groups import Options
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED
 from torch_paged_attn.backends.neuron.runtime import launch
 from torch_paged_attn.backends.neuron.tables import Heads, per_token, philox_words, sequences_of
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
-
-# a factor of scores that keeps what is masked far below every other score
-SMALLEST_FACTOR = 1e-6
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -34,9 +29,7 @@ def flash_varlen_backward(*args: Any, **kwargs: Any) -> Gradients:
     call = BackwardCall.flash_varlen(*args, **kwargs)
     forward = call.forward
     refuse_lacking(call.named_forward(), "neuron", OPTIONAL)
-    reason = unsupported(forward.k, forward.v)
-    if reason is not None:
-        refuse(call.op, reason)
+    refuse_wide(call.op, forward.k, forward.v)
     dq, dk, dv, dbias, dsinks = (x.zero_() for x in call.new_results())
     numbers = RowNumbers.of(call)
     if dsinks.numel():
@@ -93,13 +86,16 @@ def _launch_all(
     """dq, dk, dv and dbias; `results` are zeros, or `(0,)` where a gradient is not asked for."""
     forward, device = call.forward, call.forward.q.device
     k, v = (rows_of(x, forward, by_head=True) for x in (forward.k, forward.v))
-    plan = plan_backward(forward, (k, v))
-    heads = plan.tiles.heads
+    tiles = backward_tile_sizes(forward)
     wants_dq, wants_dbias = results[0].numel() > 0, results[3].numel() > 0
     wants_dkv = results[1].numel() + results[2].numel() > 0
-    dq = _target(results[0], forward.q, wants_dq, plan.adds_dq)
-    dk = _target(results[1], forward.k, wants_dkv, plan.adds_dkv)
-    dv = _target(results[2], forward.v, wants_dkv, plan.adds_dkv)
+    wants = wants_dq, wants_dkv, wants_dbias
+    launches, heads = plan_backward(forward, tiles, (k, v), wants), tiles.heads
+    adds_dq = any(step.options.adds_dq for step in launches)
+    adds_dkv = any(step.options.adds_dkv for step in launches)
+    dq = _target(results[0], forward.q, wants_dq, adds_dq)
+    dk = _target(results[1], forward.k, wants_dkv, adds_dkv)
+    dv = _target(results[2], forward.v, wants_dkv, adds_dkv)
     dbias = torch.zeros(results[3].shape, device=device)
 
     if forward.attn_bias is not None:
@@ -107,8 +103,7 @@ def _launch_all(
         numbers = numbers.without_empty()
     q, dout, out = (x.reshape(-1, x.shape[2]) for x in (forward.q, numbers.dout, numbers.out))
     words, scalars = philox_words(forward), numbers.scalars(forward, heads)
-    wants = wants_dq, wants_dkv, wants_dbias
-    for step in plan.launches:
+    for step in launches:
         task = BiasTask.of(forward, step.info, heads, wants_dbias)
         dq, dk, dv, task.gradient = launch(
             attention_backward_kernel,
@@ -128,8 +123,10 @@ def _launch_all(
             words=words,
             row_scalars=scalars,
             bias=task.rows,
-            options=_options(
-                forward, step, options_of(forward, step.info, plan.tiles, (k, v)), wants
+            options=dataclasses.replace(
+                options_of(forward, step.info, tiles, (k, v)),
+                sees_all_keys=step.sees_all_keys,
+                backward=step.options,
             ),
         )
         if wants_dbias:
@@ -150,26 +147,3 @@ def _target(result: Tensor, like: Tensor, is_wanted: bool, is_sum: bool) -> Tens
         dtype = torch.float32 if is_sum else like.dtype
         return torch.zeros(like.numel() // dim, dim, dtype=dtype, device=device)
     return result.view(-1, dim)
-
-
-def _options(
-    call: AttentionCall, step: BackwardLaunch, options: Options, wants: tuple[bool, bool, bool]
-) -> Options:
-    """The options of a launch with those of the backward alone."""
-    has_more = call.softcap > 0.0 or call.alibi_slopes is not None or call.attn_bias is not None
-    wants_dq, wants_dkv, wants_dbias = wants
-    backward = BackwardOptions(
-        width=step.width,
-        visible_tiles=step.visible_tiles,
-        out_scale=float(call.scale),
-        is_shaped=has_more or call.scale < SMALLEST_FACTOR,
-        wants_dq=wants_dq,
-        wants_dkv=wants_dkv,
-        wants_dbias=wants_dbias,
-        adds_dq=step.adds_dq,
-        adds_dkv=step.adds_dkv,
-        one_item=step.one_item,
-        one_product=step.one_product,
-    )
-    sees_all_keys = step.sees_all_keys and call.attn_bias is None
-    return dataclasses.replace(options, sees_all_keys=sees_all_keys, backward=backward)

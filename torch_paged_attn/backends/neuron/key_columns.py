@@ -8,6 +8,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import BlockLayout
+
 
 def count_up(counts: Tensor) -> tuple[Tensor, Tensor]:
     """`[2, 3]` as which `[0, 0, 1, 1, 1]` and rank `[0, 1, 0, 1, 2]`."""
@@ -54,20 +56,18 @@ class Blocks:
     @classmethod
     def listed_in(
         cls,
-        layout: tuple[Tensor, Tensor],
-        size: int,
+        layout: BlockLayout,
         sequence: Tensor,
         head: Tensor,
         row: Tensor,
         start: Tensor,
         stop: Tensor,
     ) -> "Blocks":
-        """The blocks of one layout row for each stack, as far as they meet `[start, stop)`.
-
-        `layout` is (crow_indices, col_indices), ([batch,] H, n), on the host. An entry
-        that the contract forbids lists nothing.
+        """The blocks of one row of a layout, on the host, for each stack, as far as they meet
+        `[start, stop)`. An entry that the contract forbids lists nothing.
         """
-        crow, col = (t.long().expand(_batch(t, sequence), *t.shape[-2:]) for t in layout)
+        csr, size = (layout.crow_indices, layout.col_indices), layout.k_block_size
+        crow, col = (t.long().expand(_batch(t, sequence), *t.shape[-2:]) for t in csr)
         rows, nnz = crow.shape[2] - 1, col.shape[2]
         exists = (row >= 0) & (row < rows) & (sequence < crow.shape[0])
         # padding tokens have no layout row: they may look at any

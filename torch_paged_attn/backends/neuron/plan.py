@@ -10,17 +10,15 @@ import contextvars
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
-from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
-from torch_paged_attn.backends.neuron.tables import WorkInfo, lay_out
-from torch_paged_attn.backends.neuron.tile_sizes import DEPTHS, TileSizes
-from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
+from torch_paged_attn.backends.neuron.tables import Heads, WorkInfo, lay_out
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
+from torch_paged_attn.backends.neuron.work_list import Batch, build_work_lists
 from torch_paged_attn.lru import LRU
 
 T = TypeVar("T")
@@ -96,147 +94,70 @@ def _values(tensor: Tensor | None) -> Hashable:
 
 plan_cache: PlanCache[list[WorkInfo]] = PlanCache(16)
 
-
-@dataclasses.dataclass(frozen=True)
-class Metadata:
-    """The tensors that decide a plan: lengths, block table and layout."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    block_table: Tensor | None
-    layout: BlockLayout | None
-
-    @classmethod
-    def of(cls, call: AttentionCall) -> "Metadata":
-        """The metadata of a call."""
-        return cls(
-            call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.block_table, call.layout
-        )
-
-    def on_host(self) -> "Metadata":
-        """Its values, read on the host."""
-        k_starts, used, table = (
-            None if t is None else read(t)
-            for t in (self.cu_seqlens_k, self.seqused_k, self.block_table)
-        )
-        layout = self.layout
-        if layout is not None:
-            csr = read(layout.crow_indices), read(layout.col_indices)
-            layout = BlockLayout(*csr, layout.q_block_size, layout.k_block_size)
-        return Metadata(read(self.cu_seqlens_q), k_starts, used, table, layout)
+METADATA = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"
+LAYOUT = "crow_indices", "col_indices"
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """The numbers that decide a plan, besides the metadata."""
-
-    total_q: int
-    window_size_left: int
-    window_size_right: int
-    has_dropout: bool
-    num_pages: int
-    page_size: int
-    tiles: TileSizes
-
-    @classmethod
-    def of(cls, call: AttentionCall, tiles: TileSizes) -> "PlanOptions":
-        """The options of a call."""
-        return cls(
-            total_q=call.total_q,
-            window_size_left=call.window_size_left,
-            window_size_right=call.window_right,
-            has_dropout=call.dropout_p > 0.0,
-            num_pages=call.k.shape[0],
-            page_size=call.page_size,
-            tiles=tiles,
-        )
+def on_host(call: AttentionCall) -> AttentionCall:
+    """The call with the tensors that decide a plan read on the host: lengths, table, layout."""
+    changed = values_of(call, METADATA)
+    if call.layout is not None:
+        changed["layout"] = dataclasses.replace(call.layout, **values_of(call.layout, LAYOUT))
+    return dataclasses.replace(call, **changed)
 
 
-def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
-    """Tables of each work list, on the call's device; the layers of a step share them."""
-    host, device = Metadata.of(call).on_host(), call.q.device
-    options = PlanOptions.of(call, tiles)
-    tensors: tuple[Tensor | None, ...]
-    tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table
+def values_of(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Tensors of a call, read on the host, by their names."""
+    tensors = ((name, getattr(given, name)) for name in names)
+    return {name: None if x is None else read(x) for name, x in tensors}
+
+
+def planned(
+    cache: PlanCache[T],
+    host: AttentionCall,
+    tiles: TileSizes,
+    rows: tuple[PagedKV, PagedKV],
+    make: Callable[[], T],
+    given: Hashable = None,
+) -> T:
+    """The plan of a call whose metadata is on the host: that of one of which all that it depends
+    on, what is `given` too, was equal.
+    """
+    tensors = [getattr(host, name) for name in METADATA]
     blocks: tuple[int, ...] = ()
     if (layout := host.layout) is not None:
         tensors += layout.crow_indices, layout.col_indices
         blocks = layout.q_block_size, layout.k_block_size
-
-    def make() -> list[WorkInfo]:
-        return [tables.to(device) for tables in _make(host, options, rows)]
-
-    return plan_cache(tensors, (options, places_of(rows), blocks, device), make)
-
-
-def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
-    """The fields of the rows that a plan depends on."""
-    return tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows, r.rows_of_head) for r in rows)
+    lengths = host.total_q, host.k.shape[0], host.page_size, host.head_dim, host.head_dim_v
+    window = host.window_size_left, host.window_right, host.dropout_p > 0.0
+    places = [(r.first_row, r.page_rows, r.head_rows, r.slot_rows, r.rows_of_head) for r in rows]
+    options = lengths, window, blocks, tuple(places), tiles, host.q.device, given
+    return cache(tensors, options, make)
 
 
-def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
-    """The tables of each work list for such metadata, on the host."""
-    batch = batch_of(host, options)
-    tiles = options.tiles
-    heads, deepest = tiles.heads, _deepest(tiles, host.layout)
-    lists = build_work_lists(
-        batch,
-        group_size=heads.members,
-        planes=heads.planes,
-        tile_q=P,
-        key_tiles=tiles.key_tiles,
-        depths=sorted({1, max(1, deepest // 4), deepest}),
-        layout=host.layout,
-    )
-    in_sequence = tokens_in_sequence(batch, options)
-    return [
-        lay_out(work, heads, rows, slots_of(work, host, options), in_sequence, tiles.item_programs)
-        for work in lists
-    ]
+def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
+    """Tables of each work list, on the call's device; the layers of a step share them."""
+    host = on_host(call)
+    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows))
 
 
-def _deepest(tiles: TileSizes, layout: BlockLayout | None) -> int:
-    """Tiles in the deepest stack: a row of a layout fills no more than this."""
-    if layout is None:
-        return tiles.deepest
-    needed = -(-layout.q_block_size * tiles.heads.members // P)
-    return min(n for n in DEPTHS if n >= min(needed, tiles.deepest))
+def _make(host: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
+    """The tables of each work list of a call whose metadata is on the host."""
+    depths = sorted({1, max(1, tiles.deepest // 4), tiles.deepest})
+    lists = build_work_lists(batch_of(host, tiles.heads), tiles.key_tiles, depths)
+    infos = (lay_out(work, host, tiles.heads, rows, tiles.item_programs) for work in lists)
+    return [info.to(host.q.device) for info in infos]
 
 
-def batch_of(host: Metadata, options: PlanOptions) -> Batch:
+def batch_of(host: AttentionCall, heads: Heads) -> Batch:
     """The lengths that the metadata gives."""
     return Batch(
         host.cu_seqlens_q.long(),
         key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long(),
-        options.total_q,
-        options.window_size_left,
-        options.window_size_right,
+        host.total_q,
+        host.window_size_left,
+        host.window_right,
+        heads.members,
+        heads.planes,
+        host.layout,
     )
-
-
-def tokens_in_sequence(batch: Batch, options: PlanOptions) -> Tensor | None:
-    """Every query's place in its sequence, which dropout's bits depend on; None without."""
-    if not options.has_dropout:
-        return None
-    _, lengths, _ = batch.sequences()
-    return torch.arange(options.total_q) - batch.cu_seqlens_q.repeat_interleave(lengths)
-
-
-def slots_of(work: WorkList, host: Metadata, options: PlanOptions) -> tuple[Tensor, Tensor]:
-    """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
-    page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
-    sees = work.key_start < work.key_stop
-    sequence, key = work.sequence[work.stack][sees, None], work.keys[sees]
-    if not len(key):
-        return page, slot
-    if host.block_table is None:
-        starts = host.cu_seqlens_q if host.cu_seqlens_k is None else host.cu_seqlens_k
-        slot[sees] = starts.long()[sequence] + key
-        return page, slot
-    table = host.block_table.long()
-    # page ids are not checked: a wrong one must not read outside the cache
-    column = (key // options.page_size).clamp(max=table.shape[1] - 1)
-    page[sees] = table[sequence, column].clamp(0, options.num_pages - 1)
-    slot[sees] = key % options.page_size
-    return page, slot

@@ -1,31 +1,25 @@
 """`reshape_and_cache` on Neuron: one scatter of rows for the keys, one for the values."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron.attention import refuse
 from torch_paged_attn.backends.neuron.kernels.reshape_and_cache import P, reshape_and_cache_kernel
-from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
+from torch_paged_attn.backends.neuron.paged_kv import as_rows
 from torch_paged_attn.backends.neuron.runtime import launch, write_back
 from torch_paged_attn.ops.checks import FLOAT8
 from torch_paged_attn.ops.reshape_and_cache import OP
 
-Rows = tuple[PagedKV, PagedKV]
-
 
 def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    key: Tensor, value: Tensor, kv_cache: Tensor, *slots_and_scales: Any, **options: Any
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with one cache tensor."""
-    _write(
-        key, value, kv_cache[0], kv_cache[1], slot_mapping, (k_scale, v_scale), ("kv_cache",) * 2
-    )
+    options["names"] = "kv_cache", "kv_cache"
+    reshape_and_cache_split(key, value, kv_cache[0], kv_cache[1], *slots_and_scales, **options)
 
 
 def reshape_and_cache_split(
@@ -36,36 +30,23 @@ def reshape_and_cache_split(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    *,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> None:
-    """Arguments as in `ops.reshape_and_cache` with a pair of caches."""
-    _write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale), ("k_cache", "v_cache"))
-
-
-def _write(
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    cache_names: tuple[str, str],
-) -> None:
-    """Write keys and values into caches (num_pages, num_kv_heads, page_size, dim); refusals name
-    the arguments `cache_names`.
-    """
+    """Arguments as in `ops.reshape_and_cache` with a pair of caches; refusals call them `names`."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
     # every refusal comes before the first write
     caches = [as_rows(cache, allow_copy=False) for cache in (k_cache, v_cache)]
-    for name, cache, rows in zip(cache_names, (k_cache, v_cache), caches, strict=True):
+    for name, cache, rows in zip(names, (k_cache, v_cache), caches, strict=True):
         if rows is None:
             refuse(OP, f"{name} has strides {cache.stride()}, no rows of a multiple of their gcd")
     slots = _last_of_each(slot_mapping.long(), k_cache.shape[0] * k_cache.shape[2])
     padding = -num_tokens % P
     slots = F.pad(slots, (0, padding), value=-1)
     page, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    for new, scale, rows in zip((key, value), scales, caches, strict=True):
+    for new, scale, rows in zip((key, value), (k_scale, v_scale), caches, strict=True):
         assert rows is not None
         index = rows.row_of(page, 0, offset).where(slots >= 0, -1).to(torch.int32)
         written = launch(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.neuron.toolchain import emulator, import_or_none, nl
+from torch_paged_attn.backends.neuron.toolchain import import_or_none, nl
 
 OLDEST = (0, 3)  # dst-first instructions, `accumulate=`, buffers as objects
 NKI_HOPS = ("torch_neuronx.nki_hop", "libtorch_neuronx_lite.nki.nki_hop")
@@ -41,14 +41,9 @@ def _version(module: Any) -> tuple[int, ...]:
 
 def unsupported() -> str | None:
     """Why the kernels cannot run here, or None."""
-    if environment.NEURON_EMULATE:
-        return unsupported_emulator()
-    return unsupported_compiler() or unsupported_device()
-
-
-def unsupported_emulator() -> str | None:
-    """Why the kernels cannot be emulated, or None."""
-    if emulator() is not None:
+    if not environment.NEURON_EMULATE:
+        return unsupported_compiler() or unsupported_device()
+    if import_or_none("nki_emulator") is not None:
         return None
     return (
         "PAGED_ATTN_NEURON_EMULATE is 1, but nki_emulator cannot be imported: it needs ml_dtypes,"
@@ -195,7 +190,8 @@ def _wrap_nki() -> Callable | None:
 
 def _emulate(kernel: Callable, args: tuple) -> Any:
     """A launch on the emulator, which writes the tensors' own memory."""
-    results = emulator().simulate(kernel, num_programs())(*(_to_numpy(a) for a in args))
+    emulator = importlib.import_module("nki_emulator")
+    results = emulator.simulate(kernel, num_programs())(*(_to_numpy(a) for a in args))
     if isinstance(results, tuple):
         return tuple(_to_torch(r) for r in results)
     return _to_torch(results)

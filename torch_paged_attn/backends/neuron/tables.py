@@ -115,24 +115,40 @@ def split_over_cores(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int
     return items.flatten().clamp(max=work.num_items - 1), is_idle, most
 
 
+def slots_of(work: WorkList, host: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
+    page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
+    sees = work.key_start < work.key_stop
+    sequence, key = work.sequence[work.stack][sees, None], work.keys[sees]
+    if not len(key):
+        return page, slot
+    if host.block_table is None:
+        slot[sees] = host.first_keys().long()[sequence] + key
+        return page, slot
+    table = host.block_table.long()
+    # page ids are not checked: a wrong one must not read outside the cache
+    column = (key // host.page_size).clamp(max=table.shape[1] - 1)
+    page[sees] = table[sequence, column].clamp(0, host.k.shape[0] - 1)
+    slot[sees] = key % host.page_size
+    return page, slot
+
+
 def lay_out(
     work: WorkList,
+    host: AttentionCall,
     heads: Heads,
     rows: tuple[PagedKV, PagedKV],
-    slots: tuple[Tensor, Tensor],
-    token_in_sequence: Tensor | None,
     programs: int,
     loads_all: bool = False,
 ) -> WorkInfo:
-    """The tables of a work list; `slots` are page and slot of each run of keys.
+    """The tables of a work list of a call whose metadata is on the host.
 
     `programs` share the items (1: they share the heads). A tile without rows keeps what an earlier
     stack has left there, unless `loads_all` fills it with a row of its own stack; with it a program
     without items loads some stack, too, so that no tile is ever read before it is written.
-
-    Without `token_in_sequence` there is no dropout, and no columns for it.
     """
     items, is_idle, count = split_over_cores(work, programs)
+    slots = slots_of(work, host)
     stack = work.stack[items]
     chunks = work.tile_k // (P * work.run)
 
@@ -153,12 +169,16 @@ def lay_out(
     of_first = k_rows[:, :: work.share].unflatten(1, (chunks, 1, -1))
     keys = [(of_first + shares).flatten(2), v_rows.unflatten(1, (chunks, P))]
     columns = [loaded, stored, *keys]
-    if token_in_sequence is not None:
+    if host.dropout_p > 0.0:
+        # the bits depend on a query's place in its sequence
+        starts = host.cu_seqlens_q.long()
+        lengths = starts.diff(append=torch.tensor([host.total_q]))
+        in_sequence = torch.arange(host.total_q) - starts.repeat_interleave(lengths)
         query_head = heads.member_of(plane, work.member)
         if heads.planes > 1:  # else the kernel adds the KV head's part
             query_head = query_head + heads.head_of(plane) * heads.group_size
         seed = (work.sequence[:, None, None] << 16 | query_head).expand_as(work.token)
-        columns += token_in_sequence[work.token][stack], seed[stack]
+        columns += in_sequence[work.token][stack], seed[stack]
     indices = torch.cat(columns, 1).transpose(1, 2)
 
     nothing = torch.tensor(0)
@@ -224,8 +244,7 @@ def token_scales(
         return descale[page[:, None], head[..., None], slot[:, None]]
 
     column = torch.arange(work.tile_k)
-    edges = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
-    start, stop = edges
+    start, stop = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
     seen = ((column >= start) & (column < stop)).to(device)
     if absent is not None:
         seen &= ~absent

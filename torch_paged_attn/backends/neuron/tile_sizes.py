@@ -27,8 +27,6 @@ LEAST_SHARE = 32
 KEY_BYTES = 64 * 1024
 STACK_BYTES = 96 * 1024
 ALL_BYTES = 160 * 1024
-# of a partition: for two items' keys and values and a stack, where tiles are long
-LONG_BYTES = 160 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +70,9 @@ def choose_tile_sizes(
     tile_k = next(n for n in KEY_TILES if fits_keys(n) or n == P)
     room = min(STACK_BYTES, ALL_BYTES - results - tile_k // P * token_bytes)
     deepest = next(n for n in DEPTHS if n * kept <= room or n == 1)
+    if call.layout is not None:  # of which a row fills no more than this
+        needed = -(-call.layout.q_block_size * heads.members // P)
+        deepest = min(n for n in DEPTHS if n >= min(needed, deepest))
     run, share, key_tiles = 1, 1, []
     if call.page_size and all(r.slot_stride == r.dim for r in rows):
         block = call.page_size if call.layout is None else call.layout.k_block_size
@@ -79,7 +80,8 @@ def choose_tile_sizes(
         run = next(n for n in RUNS if fits % n == 0 and n * P <= tile_k)
         share = _share(call, heads, loaded, fits, run, rows[0])
         for n in LONG_RUNS:
-            tiles = (LONG_BYTES - 2 * n * token_bytes) // kept
+            # two items' keys and values beside a stack
+            tiles = (ALL_BYTES - 2 * n * token_bytes) // kept
             if fits % n == 0 and n * P > tile_k and tiles >= 1:
                 key_tiles.append(KeyTile(n * P, n, tiles))
     return TileSizes(

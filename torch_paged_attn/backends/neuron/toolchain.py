@@ -21,11 +21,6 @@ def import_or_none(name: str) -> Any:
         return None
 
 
-def emulator() -> Any:
-    """The package that runs kernels on NumPy, or None where it is not on the import path."""
-    return import_or_none("nki_emulator")
-
-
 if TYPE_CHECKING:
     import nki.isa as nisa
     import nki.language as nl

@@ -13,23 +13,29 @@ no key and makes the kernel write the empty result.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.key_columns import Blocks, Columns, Stretch, count_up
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Lengths of a batch, on the host, and the window of its queries."""
+    """Lengths of a batch, on the host, the window of its queries, and which heads share items."""
 
     cu_seqlens_q: Tensor  # (batch + 1,) int64
     key_lens: Tensor  # (batch,) int64
     total_q: int
     window_size_left: int
     window_size_right: int  # 0 where the call is causal
+    group_size: int  # heads of a group: rows of a token
+    planes: int = 1  # heads that are planned one by one; 1: together
+    layout: BlockLayout | None = None
+    tile_q: int = P
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """First token, tokens and keys of each sequence; the padding tokens are one more."""
@@ -107,14 +113,18 @@ class Spans:
     length: Tensor
     layout_row: Tensor
 
+    def of(self, chosen: Tensor) -> Self:
+        """Those of a mask, or at indices."""
+        tensors = {n: x[chosen] for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **tensors)
+
 
 @dataclasses.dataclass(frozen=True)
-class Stacks:
+class Stacks(Spans):
     """Up to `depth` tiles of rows of one span each, and the stretch of keys that they meet:
     `(num_stacks,)` tensors. Tiles of keys begin at multiples of `grid` keys; 0: of their own size.
     """
 
-    span: Tensor
     first_row: Tensor
     stop_row: Tensor
     key_start: Tensor
@@ -122,14 +132,10 @@ class Stacks:
     depth: int
     grid: int = 0
 
-    def of(self, chosen: Tensor) -> "Stacks":
-        """Those of a mask, (num_stacks,) bool."""
-        names = ("span", "first_row", "stop_row", "key_start", "key_stop")
-        return dataclasses.replace(self, **{n: getattr(self, n)[chosen] for n in names})
 
-
-def spans_of(batch: Batch, planes: int, layout: BlockLayout | None) -> Spans:
+def spans_of(batch: Batch) -> Spans:
     """The spans of every plane: sequences, cut at the rows of a layout; padding tokens are last."""
+    layout = batch.layout
     _, lengths, key_lens = batch.sequences()
     sequence = torch.arange(len(lengths))
     first, last_row = torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -143,35 +149,25 @@ def spans_of(batch: Batch, planes: int, layout: BlockLayout | None) -> Spans:
         row = row[sequence] + rank
         first = (row * size - past[sequence]).clamp(min=0)
         lengths = torch.minimum((row + 1) * size - past[sequence], lengths[sequence]) - first
-    plane = torch.arange(planes).repeat_interleave(len(sequence))
-    return Spans(
-        sequence.repeat(planes),
-        plane,
-        first.repeat(planes),
-        lengths.repeat(planes),
-        row.repeat(planes),
+    plane = torch.arange(batch.planes).repeat_interleave(len(sequence))
+    sequence, first, lengths, row = (
+        x.repeat(batch.planes) for x in (sequence, first, lengths, row)
     )
+    return Spans(sequence, plane, first, lengths, row)
 
 
 def build_work_lists(
-    batch: Batch,
-    *,
-    group_size: int,
-    planes: int,
-    tile_q: int,
-    key_tiles: Sequence[KeyTile],
-    depths: Sequence[int],
-    layout: BlockLayout | None = None,
+    batch: Batch, key_tiles: Sequence[KeyTile], depths: Sequence[int]
 ) -> list[WorkList]:
     """One list for each depth that is used; items in the order of their queries, then of their
     keys.
 
-    `planes` heads are planned one by one (1: together). `depths` ascend from 1: a span is cut into
-    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`,
-    stacks take what `_share_out` says among those with room for them.
+    `depths` ascend from 1: a span is cut into stacks of the last of them, and what is left takes
+    the first that holds it. Of `key_tiles`, stacks take what `_share_out` says among those with
+    room for them.
     """
-    spans = spans_of(batch, planes, layout)
-    tiles = -(-spans.length * group_size // tile_q)
+    spans, key_lens = spans_of(batch), batch.sequences()[2]
+    tiles = -(-spans.length * batch.group_size // batch.tile_q)
     span, rank = count_up(-(-tiles // depths[-1]))
     first_tile = rank * depths[-1]
     num_tiles = (tiles[span] - first_tile).clamp(max=depths[-1])
@@ -179,18 +175,18 @@ def build_work_lists(
     for shallower, depth in zip((0, *depths), depths, strict=False):
         chosen = (num_tiles > shallower) & (num_tiles <= depth)
         if chosen.any():
-            span_of, first_row = span[chosen], first_tile[chosen] * tile_q
+            owner, first_row = spans.of(span[chosen]), first_tile[chosen] * batch.tile_q
             stacks = Stacks(
-                span_of,
-                first_row,
-                spans.length[span_of] * group_size,
-                torch.zeros_like(first_row),
-                batch.sequences()[2][spans.sequence[span_of]],
-                depth,
+                **vars(owner),
+                first_row=first_row,
+                stop_row=owner.length * batch.group_size,
+                key_start=torch.zeros_like(first_row),
+                key_stop=key_lens[owner.sequence],
+                depth=depth,
             )
             fitting = [tile for tile in key_tiles if depth <= tile.deepest]
-            for tile, part in _share_out(batch, spans, stacks, group_size, tile_q, fitting, layout):
-                lists.append(list_items(batch, spans, part, group_size, tile_q, tile, layout))
+            for tile, part in _share_out(batch, stacks, fitting):
+                lists.append(list_items(batch, part, tile))
     return lists
 
 
@@ -207,13 +203,7 @@ def _items(columns: Columns, tile_k: int) -> Tensor:
 
 
 def _share_out(
-    batch: Batch,
-    spans: Spans,
-    stacks: Stacks,
-    group_size: int,
-    tile_q: int,
-    key_tiles: Sequence[KeyTile],
-    layout: BlockLayout | None,
+    batch: Batch, stacks: Stacks, key_tiles: Sequence[KeyTile]
 ) -> list[tuple[KeyTile, Stacks]]:
     """Which stacks are computed with tiles of which size; `key_tiles` go from the longest to the
     shortest.
@@ -224,12 +214,11 @@ def _share_out(
     for a launch.
     """
     *longer, shortest = key_tiles
-    rows = _rows_of(batch, spans, stacks, group_size, tile_q)
+    rows = _rows_of(batch, stacks)
 
     def gathered(tile: KeyTile) -> Tensor:
         """Columns that each stack gathers."""
-        columns = _columns_of(tile, spans, stacks, rows, layout)
-        return _items(columns, tile.keys) * tile.keys
+        return _items(_columns_of(batch, stacks, rows, tile), tile.keys) * tile.keys
 
     least = gathered(shortest)
     for tile in longer:
@@ -254,68 +243,53 @@ class Rows:
     stop: Tensor
 
 
-def _rows_of(batch: Batch, spans: Spans, stacks: Stacks, group_size: int, tile_q: int) -> Rows:
+def _rows_of(batch: Batch, stacks: Stacks) -> Rows:
     """The rows of each stack; beyond its last row, that row again."""
-    span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
+    first_row, num_rows = stacks.first_row, stacks.depth * batch.tile_q
     _, lengths, key_lens = batch.sequences()
-    sequence = spans.sequence[span]
-    key_len = key_lens[sequence]
-    past = key_len - lengths[sequence]
+    key_len = key_lens[stacks.sequence]
+    past = key_len - lengths[stacks.sequence]
 
-    last_row = torch.minimum(first_row + depth * tile_q, stacks.stop_row) - 1
-    row = first_row[:, None] + torch.arange(depth * tile_q)
+    last_row = torch.minimum(first_row + num_rows, stacks.stop_row) - 1
+    row = first_row[:, None] + torch.arange(num_rows)
     is_row = row <= last_row[:, None]
     row = torch.minimum(row, last_row[:, None])
-    token = spans.first[span, None] + row // group_size
+    token = stacks.first[:, None] + row // batch.group_size
     position = past[:, None] + token
     key_start, key_stop = stacks.key_start[:, None], stacks.key_stop[:, None]
     start, stop = (
         edge.clamp(min=key_start).minimum(key_stop)
         for edge in batch.visible(position, key_len[:, None])
     )
-    return Rows(token, row % group_size, is_row, position, start, stop)
+    return Rows(token, row % batch.group_size, is_row, position, start, stop)
 
 
-def _columns_of(
-    tile: KeyTile, spans: Spans, stacks: Stacks, rows: Rows, layout: BlockLayout | None
-) -> Columns:
+def _columns_of(batch: Batch, stacks: Stacks, rows: Rows, tile: KeyTile) -> Columns:
     """The columns of each stack, where tiles are of this size."""
-    start, stop = rows.start[:, 0], rows.stop[:, -1]
+    start, stop, layout = rows.start[:, 0], rows.stop[:, -1], batch.layout
     if layout is None:
         return Stretch.over(start, stop, stacks.grid or tile.keys)
-    sequence, plane = spans.sequence[stacks.span], spans.plane[stacks.span]
-    csr = layout.crow_indices, layout.col_indices
-    head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)
-    row, size = spans.layout_row[stacks.span], layout.k_block_size
-    return Blocks.listed_in(csr, size, sequence, head, row, start, stop)
+    head = stacks.plane
+    if layout.crow_indices.shape[-2] == 1:
+        head = torch.zeros_like(head)
+    return Blocks.listed_in(layout, stacks.sequence, head, stacks.layout_row, start, stop)
 
 
-def list_items(
-    batch: Batch,
-    spans: Spans,
-    stacks: Stacks,
-    group_size: int,
-    tile_q: int,
-    tile: KeyTile,
-    layout: BlockLayout | None,
-) -> WorkList:
+def list_items(batch: Batch, stacks: Stacks, tile: KeyTile) -> WorkList:
     """The items of these stacks; a stack that sees no key has one."""
-    span, depth = stacks.span, stacks.depth
-    sequence, plane = spans.sequence[span], spans.plane[span]
-    rows = _rows_of(batch, spans, stacks, group_size, tile_q)
-    columns = _columns_of(tile, spans, stacks, rows, layout)
-    is_row = rows.is_row
+    rows = _rows_of(batch, stacks)
+    columns = _columns_of(batch, stacks, rows, tile)
     tile_k, grain = tile.keys, tile.run
     num_items = _items(columns, tile_k)
     stack, rank = count_up(num_items)
-    number = torch.arange(len(span))[:, None]
+    number = torch.arange(len(num_items))[:, None]
     first_column = rank * tile_k
     bounds = []
     for edge in (rows.start, rows.stop):
         column = columns.before(number, edge)[stack] - first_column[:, None]
         bounds.append(column.clamp(0, tile_k))
     # rows that see nothing of this tile have their bounds on either side of it: they get [0, 0)
-    sees = is_row[stack] & (bounds[0] < bounds[1])
+    sees = rows.is_row[stack] & (bounds[0] < bounds[1])
     row_start, row_stop = (bound.where(sees, 0) for bound in bounds)
     key_stop = row_stop.amax(1)
     key_start = row_start.where(sees, tile_k).amin(1).minimum(key_stop)
@@ -326,15 +300,15 @@ def list_items(
     low, high = (edge // longest * longest for edge in (key_start, (key_stop - 1).clamp(min=0)))
     within = column % longest
     column = (column - within).clamp(low[:, None], high[:, None]) + within + first_column[:, None]
-    shape = (-1, depth, tile_q)
+    shape = (-1, stacks.depth, batch.tile_q)
     return WorkList(
         tile_k=tile_k,
         share=tile.share,
-        sequence=sequence,
-        plane=plane,
-        token=(batch.sequences()[0][sequence, None] + rows.token).view(shape),
+        sequence=stacks.sequence,
+        plane=stacks.plane,
+        token=(batch.sequences()[0][stacks.sequence, None] + rows.token).view(shape),
         member=rows.member.view(shape),
-        is_row=is_row.view(shape),
+        is_row=rows.is_row.view(shape),
         position=rows.position.view(shape),
         stack=stack,
         is_first=rank == 0,

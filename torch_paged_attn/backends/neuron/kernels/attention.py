@@ -25,7 +25,7 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
     load_token_scales,
 )
 from torch_paged_attn.backends.neuron.kernels.philox import drop
-from torch_paged_attn.backends.neuron.kernels.program import start_program
+from torch_paged_attn.backends.neuron.kernels.program import loaded_count, start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     FLOOR,
     TINY,
@@ -33,6 +33,7 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     add_bias,
     clear_unseen,
     compute_scores,
+    filled,
     mask_and_reduce,
     new_probabilities,
     spread,
@@ -206,17 +207,13 @@ def new_stack(dtype, program):
     """A stack that has seen no key."""
     depth, heads = program.options.depth, program.heads
     head_dim, head_dim_v = program.options.k_row.dim, program.options.v_row.dim
-    q = nl.ndarray((P, depth, heads, head_dim), dtype=dtype, buffer=nl.sbuf)
-    maxima = nl.ndarray((P, depth * heads), dtype=nl.float32, buffer=nl.sbuf)
-    sums = nl.ndarray((P, depth * heads), dtype=nl.float32, buffer=nl.sbuf)
-    acc = nl.ndarray((P, depth, heads, head_dim_v), dtype=nl.float32, buffer=nl.sbuf)
-    scalars = nl.ndarray((P, depth, heads, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=q, value=0.0)
-    nisa.memset(dst=maxima, value=FLOOR)
-    nisa.memset(dst=sums, value=0.0)
-    nisa.memset(dst=acc, value=0.0)
-    nisa.memset(dst=scalars, value=0.0)
-    return Stack(q=q, scalars=scalars, maxima=maxima, sums=sums, acc=acc)
+    return Stack(
+        q=filled((P, depth, heads, head_dim), dtype, 0.0),
+        scalars=filled((P, depth, heads, NUM_SCALARS), nl.float32, 0.0),
+        maxima=filled((P, depth * heads), nl.float32, FLOOR),
+        sums=filled((P, depth * heads), nl.float32, 0.0),
+        acc=filled((P, depth, heads, head_dim_v), nl.float32, 0.0),
+    )
 
 
 def attention_kernel(
@@ -249,11 +246,7 @@ def attention_kernel(
         attend_item(number, stack, tensors, program)
 
     if options.is_dynamic:
-        count_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=count_tile, src=count)
-        last = nisa.register_alloc()
-        nisa.register_load(last, count_tile)
-        nl.fori_loop(0, last, body)
+        nl.fori_loop(0, loaded_count(count), body)
     else:
         for number in range(program.num_items):
             body(number)

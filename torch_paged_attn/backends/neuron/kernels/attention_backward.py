@@ -29,7 +29,8 @@ from torch_paged_attn.backends.neuron.kernels.backward_sums import (
     scaled_rows,
     scaled_sums,
     store_rows,
-    sum_over_keys,
+    sum_rows_over_keys,
+    sum_turned_over_keys,
     turn_back,
     turns_beside_dk,
 )
@@ -37,9 +38,10 @@ from torch_paged_attn.backends.neuron.kernels.backward_tile import TOGETHER, del
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout, table_columns
 from torch_paged_attn.backends.neuron.kernels.load_item import load_item
-from torch_paged_attn.backends.neuron.kernels.program import start_program
+from torch_paged_attn.backends.neuron.kernels.program import loaded_count, start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     clear_unseen,
+    filled,
     transposes_by_dma,
     turn_rows,
     turn_tiles,
@@ -60,8 +62,7 @@ def new_stack(q, dout, dq, program):
     else:
         kept = nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf)
     if options.backward.adds_dq or options.backward.adds_dkv:
-        prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=prior, value=0.0)
+        prior = filled((P, max(dim, dim_v)), nl.float32, 0.0)
     room = room_for_queries(q.dtype, options)
     queries = nl.ndarray((P, room, dim), dtype=q.dtype, buffer=nl.sbuf)
     if room > depth:
@@ -159,8 +160,10 @@ def attend_part(part, transposed, stack, item, tensors, program):
                 if backward.wants_dq:
                     in_tiles = dx.reshape((P, columns // P, P))
                     turn_tiles(target, in_tiles, program.identity, by_dma)
-        if backward.wants_dq:
-            sum_over_keys(stack, together, part, dx_turned, item, options)
+        if backward.wants_dq and queries_come_as_rows(stack.q.dtype, options):
+            sum_rows_over_keys(stack, together, dx_turned, item, options)
+        elif backward.wants_dq:
+            sum_turned_over_keys(stack, together, part, dx_turned, item, options)
     if backward.wants_dkv:
         store_keys(tensors.dk, dk, backward.out_scale, part, stack, item, program)
         store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
@@ -237,11 +240,7 @@ def attention_backward_kernel(
         differentiate_item(number, stack, tensors, program)
 
     if options.is_dynamic:
-        count_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=count_tile, src=count)
-        last = nisa.register_alloc()
-        nisa.register_load(last, count_tile)
-        nl.fori_loop(0, last, body)
+        nl.fori_loop(0, loaded_count(count), body)
     else:
         for number in range(program.num_items):
             body(number)

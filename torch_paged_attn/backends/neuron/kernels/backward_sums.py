@@ -52,12 +52,6 @@ def queries_come_as_rows(dtype, options):
     return as_rows
 
 
-def keys_come_as_rows(dim, seen, dtype, options):
-    """Whether dk or dv does, summed over the tiles `seen`."""
-    chunks = options.backward.width // P
-    return come_as_rows(blocks_of(seen), len(seen), chunks, dim, dtype, options)
-
-
 def turns_beside_dk(seen, dtype, options):
     """Whether the products that begin dk also turn their tile of gradients."""
     dim, second = options.k_row.dim, nisa.get_nc_version() == nisa.nc_version.gen2
@@ -67,7 +61,7 @@ def turns_beside_dk(seen, dtype, options):
     # two tiles side by side are as wide, and there is a bank more for them
     if dim != P or options.v_row.dim > 2 * P:
         return False
-    return keys_come_as_rows(dim, seen, dtype, options)
+    return come_as_rows(blocks_of(seen), len(seen), backward.width // P, dim, dtype, options)
 
 
 def room_for_queries(dtype, options):
@@ -89,7 +83,7 @@ def new_sums(dim, seen, dtype, options, is_beside):
         # in pairs, for a product lies within a bank
         sums = nl.ndarray((P, (chunks + 1) // 2 * 2, dim + P), dtype=nl.float32, buffer=nl.psum)
         return TokenSums(sums=sums[:, 0:chunks], as_rows=True, together=2)
-    if keys_come_as_rows(dim, seen, dtype, options):
+    if come_as_rows(blocks_of(seen), len(seen), chunks, dim, dtype, options):
         sums = nl.ndarray((P, chunks, dim), dtype=nl.float32, buffer=nl.psum)
         return TokenSums(sums=sums, as_rows=True, together=chunks)
     if BANK % room != 0 and steps > 1:
@@ -163,16 +157,10 @@ def unseen_columns(seen, chunk):
     return columns
 
 
-def sum_over_keys(stack, seen, part, dx_turned, item, options):
-    """Add keys over the transposed gradients of some tiles, `seen`, to their dq."""
-    if queries_come_as_rows(stack.q.dtype, options):
-        sum_rows_over_keys(stack, seen, dx_turned, item, options)
-    else:
-        sum_turned_over_keys(stack, seen, part, dx_turned, item, options)
-
-
 def sum_rows_over_keys(stack, seen, dx_turned, item, options):
-    """dq's rows (P, tiles, dim), of all keys of an item."""
+    """Add keys over the transposed gradients of some tiles, `seen`, to their dq: rows (P, tiles,
+    dim), of all keys of an item.
+    """
     lowest, tiles, dim = seen[-1][LEVEL], len(seen), stack.q.shape[2]
     rows = nl.ndarray((P, tiles, dim), dtype=nl.float32, buffer=nl.psum)
     for place in range(tiles):

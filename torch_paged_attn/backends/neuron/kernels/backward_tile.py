@@ -152,13 +152,6 @@ def gradient_of_scores(level, part, width, p, transposed, stack, item, program):
     return rounded, dp
 
 
-def finish_scores(dx, p, dp, delta):
-    """dx = (dp - delta) * p, in dx's type."""
-    nisa.scalar_tensor_tensor(
-        dst=dx, data=dp, op0=nl.subtract, operand0=delta, op1=nl.multiply, operand1=p
-    )
-
-
 def differentiate(tile, part, transposed, stack, item, tensors, program):
     """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
     before its scale. The gradient of the bias is stored on the way.
@@ -169,16 +162,18 @@ def differentiate(tile, part, transposed, stack, item, tensors, program):
     rounded, dp = gradient_of_scores(level, part, width, p, transposed, stack, item, program)
     delta = transposed.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
+    ds = dx
     if options.softcap > 0.0 or backward.wants_dbias:
         ds = float_tile(width)
-        finish_scores(ds, p, dp, delta)
-        if backward.wants_dbias:
-            rows = item.index[:, columns.dbias + level : columns.dbias + level + 1]
-            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * backward.width, width), 1)
-        if options.softcap > 0.0:
-            nisa.tensor_tensor(dst=dx, data1=ds, data2=slope, op=nl.multiply)
-        else:
-            nisa.tensor_copy(dst=dx, src=ds)
-    else:
-        finish_scores(dx, p, dp, delta)
+    # (dp - delta) * p
+    nisa.scalar_tensor_tensor(
+        dst=ds, data=dp, op0=nl.subtract, operand0=delta, op1=nl.multiply, operand1=p
+    )
+    if backward.wants_dbias:
+        rows = item.index[:, columns.dbias + level : columns.dbias + level + 1]
+        scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * backward.width, width), 1)
+    if options.softcap > 0.0:
+        nisa.tensor_tensor(dst=dx, data1=ds, data2=slope, op=nl.multiply)
+    elif backward.wants_dbias:
+        nisa.tensor_copy(dst=dx, src=ds)
     return rounded, dx

@@ -7,7 +7,7 @@ arithmetic is exact there, and its overflow is documented nowhere. VectorE shift
 from dataclasses import dataclass
 from typing import Any
 
-from torch_paged_attn.backends.neuron.kernels.query_tile import P, spread
+from torch_paged_attn.backends.neuron.kernels.query_tile import P, filled, spread
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 ROUNDS = 10
@@ -33,13 +33,6 @@ def philox_constants(words, quads):
     tile = nl.ndarray((P, NUM_WORDS), dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=words.ap(pattern=[[0, P], [1, NUM_WORDS]]))
     return Constants(words=tile.view(nl.uint32), factors=factors)
-
-
-def constant(shape, value):
-    """A tile of one 32-bit number."""
-    tile = nl.ndarray(shape, dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.memset(dst=tile, value=value)
-    return tile
 
 
 def bits_of(data, op, operand):
@@ -81,7 +74,8 @@ def halves_of_product(factor, data):
 
 def multiplier(which, shape):
     """High and low 16 bits of one of Philox's constants, as tiles."""
-    return constant(shape, MULTIPLIERS[which] >> 16), constant(shape, MULTIPLIERS[which] & LOW)
+    high, low = MULTIPLIERS[which] >> 16, MULTIPLIERS[which] & LOW
+    return filled(shape, nl.uint32, high), filled(shape, nl.uint32, low)
 
 
 def drop(p, quad, index, columns, first_of_group, constants):
@@ -98,7 +92,9 @@ def draw(quad, index, columns, first_of_group, constants):
     that a group begins with. All uint32.
     """
     words, factors, quads = constants.words, constants.factors, quad.shape[1]
-    head = combined(index[:, columns[1] : columns[1] + 1], constant((P, 1), first_of_group), nl.add)
+    head = combined(
+        index[:, columns[1] : columns[1] + 1], filled((P, 1), nl.uint32, first_of_group), nl.add
+    )
     c0, c1 = quad, spread(index, columns[0], quads)
     c2, c3 = spread(head, 0, quads), spread(words, OFFSET, quads)
     for step in range(ROUNDS):

@@ -19,23 +19,14 @@ def start_program(dtype, num_items, words, options, columns, draw):
     else:
         num_items = num_items // programs
         first_item = program * num_items
-    chunks, run = options.chunks, options.run
-    tile_k = chunks * run * P
+    tile_k = options.chunks * options.run * P
     identity = nl.shared_identity_matrix(P, dtype=dtype)
     key_of_column = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=key_of_column, pattern=[[1, tile_k]])
-    key_of_partition = nl.ndarray((P, chunks * run), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=key_of_partition, pattern=[[P * run, chunks], [1, run]], channel_multiplier=run)
+    key_of_partition = keys_on_partitions(options, 1)
     key_of_share = key_of_partition
     if options.share > 1 and nisa.get_nc_version() == nisa.nc_version.gen2:
-        part, longer = P // options.share, run * options.share
-        key_of_share = nl.ndarray((P, chunks * longer), dtype=nl.float32, buffer=nl.sbuf)
-        for first in range(0, P, part):
-            nisa.iota(
-                dst=key_of_share[first : first + part],
-                pattern=[[P * run, chunks], [1, longer]],
-                channel_multiplier=longer,
-            )
+        key_of_share = keys_on_partitions(options, options.share)
     philox = None
     if options.has_dropout:
         philox = philox_constants(words, draw // 4)
@@ -43,3 +34,24 @@ def start_program(dtype, num_items, words, options, columns, draw):
         options, columns, first_item, num_items, first_head, heads,
         identity, key_of_column, key_of_partition, key_of_share, philox,
     )  # fmt: skip
+
+
+def keys_on_partitions(options, share):
+    """The columns of the keys that a gather which `share` heads divide leaves on each partition,
+    (P, chunks * share * run).
+    """
+    run, part, longer = options.run, P // share, options.run * share
+    keys = nl.ndarray((P, options.chunks * longer), dtype=nl.float32, buffer=nl.sbuf)
+    pattern = [[P * run, options.chunks], [1, longer]]
+    for first in range(0, P, part):
+        nisa.iota(dst=keys[first : first + part], pattern=pattern, channel_multiplier=longer)
+    return keys
+
+
+def loaded_count(count):
+    """The number in `count` (1, 1), in a register."""
+    tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=count)
+    register = nisa.register_alloc()
+    nisa.register_load(register, tile)
+    return register

@@ -22,6 +22,13 @@ BANK = 512  # float32 in a bank of PSUM, which a product stays within
 TURNED = 4  # tiles of P columns that are transposed into one bank
 
 
+def filled(shape, dtype, value):
+    """A tile in SBUF of one number."""
+    tile = nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=tile, value=value)
+    return tile
+
+
 def spread(tile, column, width):
     """One column of a whole (P, n) tile, repeated `width` times."""
     pattern = [[tile.shape[1], tile.shape[0]], [0, width]]
