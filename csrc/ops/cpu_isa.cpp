@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
 #include <string>
 
 #include "../dispatch.h"
@@ -7,14 +8,17 @@
 
 namespace {
 
-std::string cpu_isa() { return paged_attn::kernels().name; }
-std::string cpu_isas() { return paged_attn::available_names(); }
-std::string cpu_isas_missing() { return paged_attn::missing_names(); }
+// The texts of the operators of `CPU_TEXTS` in ops/_library.py, which asks for each once.
+std::string cpu_text(int64_t place) {
+  switch (place) {
+    case 0: return paged_attn::kernels().name;
+    case 1: return paged_attn::available_names();
+    default: return paged_attn::missing_names();
+  }
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
-  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
-  m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
-  m.impl("cpu_isas_missing", TORCH_BOX(&cpu_isas_missing));
+  m.impl("cpu_text", TORCH_BOX(&cpu_text));
 }

@@ -229,6 +229,26 @@ print(memory() - before)
 
 
 @pytest.mark.any_isa
+def test_texts_of_the_kernels_leave_no_memory_behind():
+    grown = in_a_process("""
+import torch, torch_paged_attn
+def memory():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+def asked(n):
+    for _ in range(n):
+        texts = [getattr(torch.ops.paged_attn, x)() for x in ("cpu_isa", "cpu_isas")]
+    return texts + torch.ops.paged_attn.cpu_isas_missing().splitlines()
+name, all_names, *missing = asked(2000)
+assert name in all_names.split() and not {name} & {line.split()[0] for line in missing}
+before = memory()
+asked(200_000)
+print(memory() - before)
+""")
+    assert int(grown) < 200_000 * 4
+
+
+@pytest.mark.any_isa
 def test_a_large_call_does_not_keep_its_memory():
     """96 MB of partial results: 6000 splits of 1024 keys under 16 heads of 256."""
     kept = in_a_process("""

@@ -40,8 +40,8 @@ def test_statistics(kernels, device):
     call = backward_call(problem, device, **whole)
     call.forward.sinks[0] = float("-inf")
     forward = call.forward
-    statistics, parts = plan_statistics(call)(
-        call.dout, call.dlse, call.out, call.softmax_lse, forward.cu_seqlens_q, forward.sinks
+    statistics, parts, _ = plan_statistics(call)(
+        call.dout, call.dlse, call.out, call.softmax_lse, forward.sinks, forward.cu_seqlens_q
     )
     bounds = forward.cu_seqlens_q.tolist()
     assert statistics.shape == (2, forward.total_q // 64 + len(seqs) + 1, 2, 64)

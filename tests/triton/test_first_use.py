@@ -21,8 +21,6 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 # chips with Hopper's kernels, with the portable ones alone, and AMD's
 ARCHES = ("sm90", "sm80", "gfx942")
-# a step is two calls, a forward and a backward, each of which may take as many
-TRAINING = [name for name in growing_calls.LOOPS if "training" in name]
 MORE = {
     ("gfx942", "paged_kv_cache"): 7,
     # Tiles for few and for many queries, numbered and listed, and two kernels that list. Without
@@ -32,18 +30,17 @@ MORE = {
     ("sm90", "nano_vllm/prefill"): 8,
     # the same and four of the cache's write; vLLM has them compiled before it serves
     ("sm90", "vllm/mixed"): 11,
+    # A forward and a backward, counted together. Under a layout three kernels, whatever the sizes
+    # are, and four of the backward; of lists of blocks the portable kernel for the fewest tokens,
+    # Hopper's and five that sort lists and add up parts, and two of the backward.
+    ("sm90", "blocksparse/training"): 7,
+    ("sm90", "selected/training_blocks"): 9,
+    # The portable kernel for the shortest; a list and two of Hopper's, with all heads of a group in
+    # a tile or, where one head fills it, with one (sharing takes 1 to 15 % longer); statistics and
+    # two of the backward or, of long sequences whose gradients are added in any order, one and the
+    # rounding of its sums
+    ("sm90", "flash_attn_func/training"): 9,
 }
-# Kernels that differ in more than a size. Under a layout a step takes all nine: three of a forward,
-# six of its backward. A dense forward takes the portable kernel, or a list and one of Hopper's:
-# with all heads of a group in a tile or, where one head fills it, with one (sharing takes 1 to 15 %
-# longer). Its backward takes statistics, a list and two kernels, or one and its sums
-MOST_OF_TRAINING = {
-    "flash_attn_func/training": 10,
-    "blocksparse/training": 9,
-    "flash_varlen/training": 7,
-    "flash_varlen/training_dense": 7,
-}
-
 # numbers of groups that kernels are compiled for: work that a program takes at least, of two
 # tunings; whether rows of a mask are multiples of 16, which are read in wide pieces
 BIAS = [f"_attention_fwd_kernel: strides.bias_{x}" for x in ("head", "token", "width")]
@@ -51,9 +48,7 @@ CHOSEN = {"_attention_fwd_kernel: scalars.min_units", *BIAS}
 
 
 def most_kernels(arch, name):
-    if arch == "sm90" and name in MOST_OF_TRAINING:
-        return MOST_OF_TRAINING[name]
-    return MORE.get((arch, name), 2 * MOST if name in TRAINING else MOST)
+    return MORE.get((arch, name), MOST)
 
 
 def count(arch, name, stride):

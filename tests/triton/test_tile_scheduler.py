@@ -7,12 +7,16 @@ import pytest
 import torch
 from covering import every_row
 
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
+from torch_paged_attn.backends.triton.common.key_tiles import KeyTiles
 from torch_paged_attn.backends.triton.hopper.schedule.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import (
     Lengths,
     TileOptions,
     plan_tile_list,
 )
+from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.testing.inputs import cumulative
 
 BATCHES = {
@@ -176,11 +180,15 @@ def test_every_tile_of_keys_once_and_the_longest_first(name, is_causal, is_cut, 
     key_lens = [k * (b % 3) // 2 if is_cut else k for b, k in enumerate(spans)]
     cu_seqlens_q, cu_seqlens_k = cumulative(query_lens), cumulative(spans)
     seqused_k = torch.tensor(key_lens, dtype=torch.int32) if is_cut else None
-    lengths = (None if x is None else x.to(device) for x in (cu_seqlens_q, cu_seqlens_k, seqused_k))
-    options = TileOptions(False, is_causal, False, TOKENS=tokens, BLOCK_N=block_n, OF_KEYS=True)
-    total_k = sum(spans) + padding
-    list_tiles = plan_tile_list(len(seqs), sum(query_lens), total_k, options, device)
-    order = list_tiles(Lengths(*lengths)).cpu()
+    q, k = (torch.zeros(n, 1, 16, device=device) for n in (sum(query_lens), sum(spans) + padding))
+    lse = torch.zeros(1, q.shape[0], device=device)
+    lengths = [None if x is None else x.to(device) for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)]
+    forward = AttentionCall.flash_varlen(q, k, k, *lengths[:2], 0, 0, lengths[2])
+    call = BackwardCall(forward, q, None, q, lse)
+    make = plan_statistics(call, key_tiles=KeyTiles(tokens, block_n, is_causal))
+    *_, made = make(q, None, q, lse, None, *lengths)
+    assert made is not None
+    order = made.cpu()
 
     expected = []
     rows = zip([*query_lens, 0], [*key_lens, 0], [*spans, padding], strict=True)

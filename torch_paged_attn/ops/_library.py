@@ -203,13 +203,10 @@ def _explain(
     return ""
 
 
-# the instruction set that the CPU kernels use, and all that this processor supports, slowest first
-LIBRARY.define("cpu_isa() -> str")
-LIBRARY.define("cpu_isas() -> str")
+# a text of the CPU kernels, by its place in `CPU_TEXTS`
+LIBRARY.define("cpu_text(int place) -> str")
 # called by the CPU kernels when they take a code path for the first time, to log it
 LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
-# the unsupported instruction sets of this architecture, a line each: its name, and why
-LIBRARY.define("cpu_isas_missing() -> str")
 # an op's argument that the CPU kernels do not support: its place, and its default as 64 bits. They
 # refuse calls that give another value
 LIBRARY.define("cpu_skip(str op, int place, int default) -> ()")
@@ -217,9 +214,25 @@ LIBRARY.define("cpu_skip(str op, int place, int default) -> ()")
 LIBRARY.define("cpu_sees_gradients() -> bool")
 
 
+# operators without arguments that return a text of the CPU kernels: the instruction set that they
+# use; all that this processor supports, slowest first; the others of this architecture, a line
+# each: its name, and why
+CPU_TEXTS = ("cpu_isa", "cpu_isas", "cpu_isas_missing")
+
+
 @functools.cache
+def _cpu_text(place: int) -> str:
+    """Asked once: torch never frees a text that a compiled operator of its stable ABI returns."""
+    return torch.ops.paged_attn.cpu_text(place)
+
+
+for place, name in enumerate(CPU_TEXTS):
+    LIBRARY.define(f"{name}() -> str")
+    LIBRARY.impl(name, functools.partial(_cpu_text, place), "CompositeExplicitAutograd")
+
+
 def instruction_sets() -> tuple[str, list[str]]:
     """The instruction set that the CPU kernels use, and all that this processor supports, slowest
-    first. Asked once, because torch never frees a text that such an operator returns.
+    first.
     """
     return torch.ops.paged_attn.cpu_isa(), torch.ops.paged_attn.cpu_isas().split()

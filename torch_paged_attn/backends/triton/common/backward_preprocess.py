@@ -10,6 +10,8 @@ element is written.
 
 A sink acts as a key whose value is 0, so its gradient is that of a logit: -sum of P D over the rows
 of its head. Each program writes its part of that sum, and the parts are added in order.
+
+On Hopper further programs list the tiles of keys, which a kernel after this one takes in order.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, stored_format
+from torch_paged_attn.backends.triton.common.key_tiles import (
+    ENTRY,
+    KeyTiles,
+    num_key_tiles,
+    num_parts,
+    place_key_tiles,
+)
 from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, num_tiles, query_span
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
@@ -47,6 +56,7 @@ class StatisticsPointers(NamedTuple):
     sinks: Tensor | None
     statistics: Tensor
     sink_parts: Tensor | None
+    tile_list: Tensor | None
 
 
 class StatisticsStrides(NamedTuple):
@@ -84,24 +94,13 @@ def load_statistics_of_tile(
     return tl.load(sequence_ptr + at + tl.arange(0, TOKENS))
 
 
-@triton.jit(do_not_specialize=("dlse_head", "lse_head", "total_q", "batch"))
-def _statistics_kernel(
-    pointers,
-    strides,
-    dlse_head,
-    lse_head,
-    total_q,
-    batch,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-    IS_NATURAL: tl.constexpr,
+@triton.jit
+def _statistics_of_tile(
+    number, head, pointers, strides, dlse_head, lse_head, total_q, batch,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, IS_NATURAL: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """A program computes a tile of a head."""
-    gdc_wait(IS_DEPENDENT)
-    number, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+):  # fmt: skip
+    head = head.to(tl.int64)
     b, place = find_tile(number, pointers.cu_seqlens_q, batch, ROWS, 1)
     start, stop = query_span(b, pointers.cu_seqlens_q, batch, total_q)
     r = tl.arange(0, ROWS)
@@ -139,14 +138,57 @@ def _statistics_kernel(
     tl.store(tile + ROWS + r, delta)
 
 
+@triton.jit(do_not_specialize=("dlse_head", "lse_head", "total_q", "total_k", "batch", "parts"))
+def _statistics_kernel(
+    pointers,
+    lengths,
+    strides,
+    dlse_head,
+    lse_head,
+    total_q,
+    total_k,
+    batch,
+    parts,
+    HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_NATURAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_TILES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """A program computes a tile of a head; with KEY_TILES, programs of one more head, which start
+    first, make the `parts` of the list of tiles of keys."""
+    gdc_wait(IS_DEPENDENT)
+    number, head = tl.program_id(0), tl.program_id(1)
+    if KEY_TILES is not None:
+        if head == 0:
+            for part in tl.range(number, parts, tl.num_programs(0)):
+                place_key_tiles(
+                    part, pointers.tile_list, lengths, batch, total_q, total_k, KEY_TILES
+                )
+        else:
+            _statistics_of_tile(
+                number, head - 1, pointers, strides, dlse_head, lse_head, total_q, batch,
+                HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+            )  # fmt: skip
+    else:
+        _statistics_of_tile(
+            number, head, pointers, strides, dlse_head, lse_head, total_q, batch,
+            HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+        )  # fmt: skip
+
+
 def plan_statistics(
-    call: BackwardCall, *, natural: bool = False
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    call: BackwardCall, *, natural: bool = False, key_tiles: KeyTiles | None = None
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """A function that computes the statistics of calls like this one, from dout, dlse, out,
-    softmax_lse, cu_seqlens_q and sinks. It returns the statistics, and the parts of each sink's
-    negative gradient, `(num_heads, tiles)`; None if that is not wanted.
+    softmax_lse, sinks, cu_seqlens_q and, with key_tiles, cu_seqlens_k and seqused_k. It returns the
+    statistics, the parts of each sink's negative gradient, `(num_heads, tiles)`, and the list of
+    the tiles of keys; None for what is not wanted.
 
     natural: whether lse is in base e
+    key_tiles: the tiles of keys that are listed; None: none are
     """
     forward, device = call.forward, call.dout.device
     target = target_of(device)
@@ -155,10 +197,15 @@ def plan_statistics(
     shape = (forward.num_heads, tiles, 2, STATISTICS_ROWS)
     new_statistics = Allocation(shape, torch.float32, device)
     new_parts = Allocation(shape[:2], torch.float32, device)
+    new_list, total_k, parts = None, forward.k.shape[0], 0
+    if key_tiles is not None:
+        listed = num_key_tiles(total_k, forward.batch, key_tiles.KEYS)
+        new_list = Allocation((1 + listed, ENTRY.value), torch.int32, device)
+        parts = num_parts(listed)
     dout, dlse = call.dout, call.dlse
     launch = Launch(
         _statistics_kernel,
-        (tiles, forward.num_heads),
+        (tiles, forward.num_heads + (key_tiles is not None)),
         strides=StatisticsStrides(
             dout_token=dout.stride(0),
             dout_head=dout.stride(1),
@@ -170,12 +217,15 @@ def plan_statistics(
         dlse_head=None if dlse is None else dlse.stride(0),
         lse_head=call.softmax_lse.stride(0),
         total_q=forward.total_q,
+        total_k=total_k,
         batch=forward.batch,
+        parts=parts,
         HEAD_DIM_V=forward.head_dim_v,
         WIDTH=min(MOST_COLUMNS, next_power_of_2(forward.head_dim_v)),
         FORMAT=stored_format(dout.dtype, target),
         IS_NATURAL=natural,
         ROWS=STATISTICS_ROWS,
+        KEY_TILES=key_tiles,
         **dependent_launch(target.overlaps_launches),
     )
 
@@ -184,11 +234,13 @@ def plan_statistics(
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens_q: Tensor,
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        cu_seqlens_q: Tensor,
+        *of_keys: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         statistics = new_statistics()
-        parts = new_parts() if has_parts else None
+        sink_parts = new_parts() if has_parts else None
+        tile_list = None if new_list is None else new_list()
         launch(
             StatisticsPointers(
                 dout=as_stored(dout, target)[0],
@@ -198,9 +250,11 @@ def plan_statistics(
                 cu_seqlens_q=cu_seqlens_q,
                 sinks=sinks if has_parts else None,
                 statistics=statistics,
-                sink_parts=parts,
-            )
+                sink_parts=sink_parts,
+                tile_list=tile_list,
+            ),
+            None if tile_list is None else (cu_seqlens_q, *of_keys, None),
         )
-        return statistics, parts
+        return statistics, sink_parts, tile_list
 
     return run

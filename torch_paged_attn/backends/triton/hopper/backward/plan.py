@@ -21,6 +21,7 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
     STATISTICS_ROWS,
     plan_statistics,
 )
+from torch_paged_attn.backends.triton.common.key_tiles import KeyTiles
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
@@ -185,7 +186,7 @@ def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
 
 
 class _Kernel:
-    """The launch of one of the kernels, and the function that lists its tiles.
+    """The launch of one of the kernels.
 
     of_keys: whether tiles of keys stay
     is_beside: whether the kernel may start before the last one ends, whose results it does not read
@@ -203,18 +204,6 @@ class _Kernel:
         self.options = options_of(call, config)
         target, total_k = target_of(call.q.device), call.k.shape[0]
         rows, heads = (total_k, call.num_kv_heads) if of_keys else (call.total_q, call.num_heads)
-        tile_options = TileOptions(
-            IS_PAGED=False,
-            IS_CAUSAL=call.window_right == 0,
-            IS_ALIGNED=False,
-            TOKENS=self.options.TILE,
-            BLOCK_N=config.PASS,
-            OF_KEYS=of_keys,
-            **UNCUT,
-        )
-        self.list_tiles = plan_tile_list(
-            call.batch, call.total_q, total_k, tile_options, call.q.device
-        )
         units = most_tiles(rows, call.batch, self.options.TILE, False) * heads
         self.launch = Launch(
             kernel,
@@ -243,6 +232,7 @@ class _KeysKernel(_Kernel):
 
         forward, passing = call.forward, config.PASS
         super().__init__(_hopper_backward_keys_kernel, forward, config, of_keys=True)
+        self.tiles = KeyTiles(self.options.TILE, passing, self.options.IS_CAUSAL)
         tile, width, width_v = self.options.TILE, self.options.WIDTH, self.options.WIDTH_V
         dk_like, dv_like = _like(forward.k), _like(forward.v)
         self.inputs = (
@@ -283,6 +273,17 @@ class _QueriesKernel(_Kernel):
         forward, passing = call.forward, config.PASS
         super().__init__(
             _hopper_backward_queries_kernel, forward, config, of_keys=False, is_beside=is_beside
+        )
+        tile_options = TileOptions(
+            IS_PAGED=False,
+            IS_CAUSAL=forward.window_right == 0,
+            IS_ALIGNED=False,
+            TOKENS=self.options.TILE,
+            BLOCK_N=passing,
+            **UNCUT,
+        )
+        self.list_tiles = plan_tile_list(
+            forward.batch, forward.total_q, forward.k.shape[0], tile_options, forward.q.device
         )
         width, width_v = self.options.WIDTH, self.options.WIDTH_V
         self.boxes = (
@@ -349,10 +350,10 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     new_results = [Allocation.like(x) for x in call.new_results()]
     # a kernel writes all of its results, those that are not wanted to memory that nobody reads
     spare = [Allocation(x.shape, x.dtype, x.device) for x in (forward.q, forward.k, forward.v)]
-    statistics_of = plan_statistics(call)
     keys = queries = None
     if wants_dk or wants_dv or is_one_pass:
         keys = _KeysKernel(call, configs.keys)
+    statistics_of = plan_statistics(call, key_tiles=keys.tiles if keys else None)
     if wants_dq and configs.queries is not None:
         queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
     new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
@@ -366,23 +367,23 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         if must_copy:
             dout = _copy(dout)
         cu_seqlens_q = lengths[0]
-        statistics, sink_parts = statistics_of(dout, dlse, out, lse, cu_seqlens_q, sinks)
+        statistics, sink_parts, key_list = statistics_of(dout, dlse, out, lse, sinks, *lengths)
         made = [new() for new in new_results]
         if wants_dsinks and sink_parts is not None:
             made[4] = sink_parts.sum(1).neg_()
         dq = made[0] if wants_dq else spare[0]()
-        lists = [x and x.list_tiles(Lengths(*lengths)) for x in (keys, queries)]
+        query_list = queries and queries.list_tiles(Lengths(*lengths))
         sums = None
         if new_sums is not None:
             sums = new_sums()
             sums.zero_()
-        pointers = BackwardPointers(cu_seqlens_q, lists[0], statistics, sums, slopes)
+        pointers = BackwardPointers(cu_seqlens_q, key_list, statistics, sums, slopes)
         if keys is not None:
             dk = made[1] if wants_dk else spare[1]()
             dv = made[2] if wants_dv else spare[2]()
             keys.start((q, dout, k, v, statistics), (dk, dv), pointers)
         if queries is not None:
-            queries.start((q, dout, k, v, dq), pointers._replace(tile_list=lists[1]))
+            queries.start((q, dout, k, v, dq), pointers._replace(tile_list=query_list))
         if finish is not None:
             finish(sums, dq, cu_seqlens_q)
         return tuple(made)

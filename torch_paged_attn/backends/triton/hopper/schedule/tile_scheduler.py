@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.common.key_tiles import ENTRY
 from torch_paged_attn.backends.triton.common.seqlen_info import (
     keys_of,
     num_tiles,
@@ -29,13 +30,6 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gd
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-
-# int32 words of a tile's entry, and of the header before the entries
-ENTRY = tl.constexpr(8)
-
-# of packed keys: tiles that a program places, sequences that it looks at at a time
-PLACED = tl.constexpr(64)
-LOOKED_AT = tl.constexpr(32)
 
 
 class Lengths(NamedTuple):
@@ -56,7 +50,6 @@ class TileOptions(NamedTuple):
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
     TOKENS: int  # of a tile; 0: a number of the launch, as BLOCK_N is then
     BLOCK_N: int  # of the tiles that it visits, in which its work is counted
-    OF_KEYS: bool = False  # tiles are of packed keys, and visit queries
     MOST_PARTS: int = 0  # pieces of tiles that are cut, of all heads; 0: none is
     COUNTERS: int = 0  # words before the entries, which begin as zeros
     PLACED: int = 16  # tiles that a program places
@@ -90,87 +83,6 @@ def _tiles_from(
         context_len -= missing
         first = tl.minimum(tl.maximum(before - context_len, 0) // tokens, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
-
-
-@triton.jit
-def _key_tiles_from(cost, query_len, key_len, span, OPTIONS: tl.constexpr):
-    """How many tiles of keys of a sequence visit at least `cost` tiles of queries: its first ones.
-    All `span` rows of keys are in tiles, those past the last key without work."""
-    before = (
-        cost - 1
-    ) * OPTIONS.BLOCK_N  # a tile must be seen by a query that many before the last
-    keys = tl.maximum(key_len - before, 0) if OPTIONS.IS_CAUSAL else key_len
-    tiles = tl.where(query_len > before, tl.cdiv(keys, OPTIONS.TOKENS), 0)
-    return tl.where(cost <= 0, tl.cdiv(span, OPTIONS.TOKENS), tiles)
-
-
-@triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
-def _key_tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
-    """The same for tiles of keys: a program places PLACED of them."""
-    TOKENS: tl.constexpr = OPTIONS.TOKENS
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    bounds_ptr = lengths[0] if lengths[1] is None else lengths[1]
-    number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
-    b = tl.full([PLACED], -1, tl.int32)
-    for b0 in tl.range(0, batch + 1, LOOKED_AT):
-        other = b0 + tl.arange(0, LOOKED_AT)
-        bound = tl.load(bounds_ptr + other, mask=other <= batch, other=0)
-        started = (other <= batch)[None, :] & (
-            (bound // TOKENS + other)[None, :] <= number[:, None]
-        )
-        b += tl.sum(started.to(tl.int32), 1)
-    b = tl.maximum(b, 0)
-    spans = _spans(b, lengths, batch, total_q, max_keys)
-    q_start, query_len, k_start, key_len, span = spans
-    tile = number - k_start // TOKENS - b
-    first_key = tile * TOKENS
-    exists = (tile >= 0) & (first_key < span)
-    first_query = 0
-    if OPTIONS.IS_CAUSAL:
-        first_query = tl.maximum(first_key - (key_len - query_len), 0)
-    cost = tl.cdiv(tl.maximum(query_len - first_query, 0), BLOCK_N)
-    cost = tl.where(first_key < key_len, cost, 0)
-
-    place = tl.zeros([PLACED], tl.int32)
-    tiles = tl.full([], 0, tl.int32)
-    for b0 in tl.range(0, batch + 1, LOOKED_AT):
-        other = b0 + tl.arange(0, LOOKED_AT)
-        _, queries, _, keys, rows = _spans(other, lengths, batch, total_q, max_keys)
-        tiles += tl.sum(tl.cdiv(rows, TOKENS), 0)
-        lens = queries[None, :], keys[None, :], rows[None, :]
-        more = _key_tiles_from(cost[:, None] + 1, *lens, OPTIONS)
-        least = _key_tiles_from(cost[:, None], *lens, OPTIONS)
-        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
-        own = tl.where(other[None, :] == b[:, None], tile[:, None] - more, 0)
-        place += tl.sum(more + equal_before + own, 1)
-
-    entry = tile_list_ptr + ENTRY + place * ENTRY
-    tl.store(entry, b, mask=exists)
-    tl.store(entry + 1, first_key, mask=exists)
-    tl.store(entry + 2, q_start, mask=exists)
-    tl.store(entry + 3, query_len, mask=exists)
-    tl.store(entry + 4, k_start, mask=exists)
-    tl.store(entry + 5, key_len, mask=exists)
-    tl.store(entry + 6, tl.minimum(first_key + TOKENS, span), mask=exists)
-    if tl.program_id(0) == 0:
-        tl.store(tile_list_ptr, 0)
-        tl.store(tile_list_ptr + 1, tiles)
-
-
-@triton.jit
-def _spans(b, lengths, batch, total_q, total_k):
-    """Of sequence b: first row and number of queries, first row and number of keys, and rows of
-    keys that are its own, whether `seqused_k` counts them or not. The rows past the last key are
-    one more sequence; what comes after that is empty."""
-    bounds_ptr = lengths[0] if lengths[1] is None else lengths[1]
-    q_start, q_stop = query_span(b, lengths[0], batch, total_q)
-    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
-    query_len = tl.where(b < batch, tl.maximum(q_stop - q_start, 0), 0)
-    k_start, k_stop = query_span(b, bounds_ptr, batch, total_k)
-    k_start, k_stop = tl.maximum(k_start, 0), tl.minimum(k_stop, total_k)
-    span = tl.where(b <= batch, tl.maximum(k_stop - k_start, 0), 0)
-    _, key_len = keys_of(b, lengths, batch, total_k, False)
-    return q_start, query_len, k_start, tl.minimum(key_len, span), span
 
 
 @triton.jit
@@ -311,8 +223,7 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
 
 def list_shape(batch: int, total_q: int, max_keys: int, options: TileOptions) -> tuple[int, int]:
     """The shape of a list of tiles, int32."""
-    of_rows = max_keys if options.OF_KEYS else total_q
-    tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
+    tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
     return 1 + tiles + options.MOST_PARTS + options.COUNTERS // ENTRY.value, ENTRY.value
 
 
@@ -337,30 +248,25 @@ def plan_tile_list(
 
     A list is a header (units of work claimed: 0, number of entries), counters, and for each tile or
     piece of one: its sequence, its first token, the sequence's first row and length, its first key
-    and number of keys, the token after the tile's last, and which piece it is. Of packed keys,
-    `max_keys` rows, all are in tiles.
+    and number of keys, the token after the tile's last, and which piece it is.
     """
-    of_rows = max_keys if options.OF_KEYS else total_q
-    tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
+    tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
     shape = list_shape(batch, total_q, max_keys, options)
     new_list = Allocation(shape, torch.int32, device)
-    grid = (-(-tiles // (PLACED.value if options.OF_KEYS else options.PLACED)),)
-    sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
-    if options.OF_KEYS:
-        launch = Launch(_key_tile_order_kernel, grid, **sizes, OPTIONS=options, num_warps=4)
-    else:
-        launch = Launch(
-            _tile_order_kernel,
-            grid,
-            **sizes,
-            tokens=options.TOKENS,
-            block_n=options.BLOCK_N,
-            chip=chip,
-            OPTIONS=_compiled_for(options),
-            num_warps=4,
-            enable_fp_fusion=options.STRETCH == 0,
-            **dependent_launch(target_of(device).overlaps_launches),
-        )
+    launch = Launch(
+        _tile_order_kernel,
+        (-(-tiles // options.PLACED),),
+        batch=batch,
+        total_q=total_q,
+        max_keys=max_keys,
+        tokens=options.TOKENS,
+        block_n=options.BLOCK_N,
+        chip=chip,
+        OPTIONS=_compiled_for(options),
+        num_warps=4,
+        enable_fp_fusion=options.STRETCH == 0,
+        **dependent_launch(target_of(device).overlaps_launches),
+    )
 
     def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()

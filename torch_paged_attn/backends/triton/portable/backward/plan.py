@@ -219,10 +219,9 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
         given: dict[str, Any] = nothing | dict(zip(names, tensors, strict=True))
         if is_copied:
             given["dout"] = given["dout"].contiguous()
-        statistics, sink_parts = statistics_of(
-            *(given[name] for name in ("dout", "dlse", "out", "softmax_lse")),
+        statistics, sink_parts, _ = statistics_of(
+            *(given[name] for name in ("dout", "dlse", "out", "softmax_lse", "sinks")),
             given["cu_seqlens_q"],
-            given["sinks"],
         )
         made = [new() for new in new_results]
         if sink_parts is not None:

@@ -1,9 +1,9 @@
 """The transpose of a block layout, made on the device: for each column, the rows that list it.
 
-It is a stable counting sort of the layout's entries by column, in four kernels: the row of each
-entry, the number of entries of each column, where each column's list starts, and the lists. The
-rows of a list are in increasing order, because the layout's entries are sorted by row. The host
-reads nothing. A program reads all entries of its head to find those of its column.
+It is a stable counting sort of the layout's entries by column, in one kernel. A program has a
+column. It reads all entries of its head twice: first it counts those of its column and of columns
+before it, which is where its list starts; then it writes its list. The rows of a list are in
+increasing order, because the layout's entries are sorted by row. The host reads nothing.
 """
 
 from collections.abc import Callable
@@ -27,95 +27,75 @@ COMPARED = tl.constexpr(128)
 
 
 class ListPointers(NamedTuple):
-    """The layout and its transpose: the row of each entry; for each column the number of its
-    entries and the start of its list; and the lists. All by batch entry and head.
+    """The layout and its transpose: for each column the number of its entries and the start of its
+    list; and the lists. All by batch entry and head.
     """
 
     crow: Tensor
     col: Tensor
-    entry_rows: Tensor
     counts: Tensor
     starts: Tensor
     rows: Tensor
 
 
 @triton.jit
-def _layout_of_program(b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz):
-    """The range of a head's entries (first, last + 1), and a pointer to its crow_indices."""
-    crow_ptr = pointers.crow + (b.to(tl.int64) * crow_batch + head.to(tl.int64) * crow_head)
-    # unchecked bounds must not lead outside the tensor
-    begin = tl.minimum(tl.maximum(tl.load(crow_ptr), 0), nnz)
-    stop = tl.minimum(tl.load(crow_ptr + tl.cast(layout_rows, tl.int64) * crow), nnz)
-    return begin, stop, crow_ptr
+def _row_of(entry, exists, crow_ptr, crow, layout_rows):
+    """The row of each entry: the last one that begins at or before it, found by halving."""
+    row, stop = tl.zeros_like(entry), tl.zeros_like(entry) + layout_rows
+    step = layout_rows
+    while step > 0:
+        middle = (row + stop) // 2
+        bound_ptr = crow_ptr + middle.to(tl.int64) * crow
+        bound = tl.load(bound_ptr, mask=exists & (row < middle), other=0)
+        begins = bound <= entry
+        row, stop = tl.where(begins, middle, row), tl.where(begins, stop, middle)
+        step = step // 2
+    return row
 
 
 SIZES = ("crow_batch", "crow_head", "col_batch", "col_head", "layout_rows", "nnz", "columns")
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _entry_rows_kernel(
+def _transpose_kernel(
     pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col
 ):
-    """Write the row of each entry. A program has a row of one head of one batch entry."""
-    row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, crow_ptr = _layout_of_program(
-        b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz
-    )
-    bound = crow_ptr + row.to(tl.int64) * crow
-    begin, stop = tl.maximum(tl.load(bound), 0), tl.minimum(tl.load(bound + crow), nnz)
-    rows = pointers.entry_rows + (b * tl.num_programs(1) + head).to(tl.int64) * nnz
-    for i0 in tl.range(begin, stop, COMPARED):
-        i = i0 + tl.arange(0, COMPARED)
-        tl.store(rows + i, row, mask=i < stop)
-
-
-@triton.jit(do_not_specialize=(*SIZES, "is_list"))
-def _column_kernel(
-    pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col,
-    is_list,
-):  # fmt: skip
-    """Count the entries of a column (is_list 0), or write its list (1). A program has a column of
-    one head of one batch entry.
-    """
+    """A program has a column of one head of one batch entry."""
     column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layout_head = (b * tl.num_programs(1) + head).to(tl.int64)
-    begin, stop, _ = _layout_of_program(
-        b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz
-    )
+    crow_ptr = pointers.crow + (b.to(tl.int64) * crow_batch + head.to(tl.int64) * crow_head)
+    # unchecked bounds must not lead outside the tensor
+    begin = tl.minimum(tl.maximum(tl.load(crow_ptr), 0), nnz)
+    stop = tl.minimum(tl.load(crow_ptr + tl.cast(layout_rows, tl.int64) * crow), nnz)
     col_ptr = pointers.col + (b.to(tl.int64) * col_batch + head.to(tl.int64) * col_head)
-    at_column = layout_head * columns + column
-    writes = is_list != 0
-    found = tl.load(pointers.starts + at_column, mask=writes, other=0)
+
+    own, before = tl.zeros([LOOKED_AT], tl.int32), tl.zeros([LOOKED_AT], tl.int32)
     for i0 in tl.range(begin, stop, LOOKED_AT):
         i = i0 + tl.arange(0, LOOKED_AT)
         entry = tl.load(col_ptr + i.to(tl.int64) * col, mask=i < stop, other=-1)
-        is_listed = entry == column
-        listed = is_listed.to(tl.int32)
-        if writes:
-            place = found + tl.cumsum(listed, 0) - 1
-            row = tl.load(pointers.entry_rows + layout_head * nnz + i, mask=is_listed, other=0)
-            keep = is_listed & (place < nnz)
-            tl.store(pointers.rows + layout_head * nnz + place, row, mask=keep)
+        own += (entry == column).to(tl.int32)
+        before += ((entry >= 0) & (entry < column)).to(tl.int32)
+    start, count = tl.sum(before, 0), tl.sum(own, 0)
+    tl.store(pointers.starts + layout_head * columns + column, start)
+    tl.store(pointers.counts + layout_head * columns + column, count)
+
+    list_ptr = pointers.rows + layout_head * nnz + start
+    found = 0
+    for i0 in tl.range(begin, stop, LOOKED_AT):
+        i = i0 + tl.arange(0, LOOKED_AT)
+        entry = tl.load(col_ptr + i.to(tl.int64) * col, mask=i < stop, other=-1)
+        is_own = entry == column
+        listed = is_own.to(tl.int32)
+        place = found + tl.cumsum(listed, 0) - 1
+        tl.store(list_ptr + place, i, mask=is_own)
         found += tl.sum(listed, 0)
-    tl.store(pointers.counts + at_column, found, mask=not writes)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _starts_kernel(
-    pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col
-):
-    """Write the start of each column's list: the sum of the counts of the columns before it. A
-    program has one head of one batch entry.
-    """
-    head, b = tl.program_id(1), tl.program_id(2)
-    at = (b * tl.num_programs(1) + head).to(tl.int64) * columns
-    before = tl.full([], 0, tl.int32)
-    for c0 in tl.range(0, columns, LOOKED_AT):
-        c = c0 + tl.arange(0, LOOKED_AT)
-        counts = tl.load(pointers.counts + at + c, mask=c < columns, other=0)
-        ends = before + tl.cumsum(counts, 0)
-        tl.store(pointers.starts + at + c, ends - counts, mask=c < columns)
-        before += tl.sum(counts, 0)
+    # the list holds entries, which all threads of the program have written; now their rows
+    tl.debug_barrier()
+    for i0 in tl.range(0, count, COMPARED):
+        i = i0 + tl.arange(0, COMPARED)
+        entry = tl.load(list_ptr + i, mask=i < count, other=0)
+        row = _row_of(entry, i < count, crow_ptr, crow, layout_rows)
+        tl.store(list_ptr + i, row, mask=i < count)
 
 
 @triton.jit
@@ -151,7 +131,7 @@ def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.cons
 def plan_transposed_lists(
     layout: BlockLayout, position_bound: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Plan the kernels that transpose a layout, for keys at positions below `position_bound`.
+    """Plan the kernel that transposes a layout, for keys at positions below `position_bound`.
 
     The result is a function of `crow_indices` and `col_indices` that returns int32 tensors: the
     rows of all lists `(batch * heads, nnz)`, and for each column the start of its list and the
@@ -164,7 +144,9 @@ def plan_transposed_lists(
     new_columns = Allocation((batch * heads, columns), torch.int32, col.device)
     crow_batch, crow_head, crow_step = (0, *crow.stride())[-3:]
     col_batch, col_head, col_step = (0, *col.stride())[-3:]
-    numbers = dict(
+    launch = Launch(
+        _transpose_kernel,
+        (columns, heads, batch),
         crow_batch=crow_batch,
         crow_head=crow_head,
         col_batch=col_batch,
@@ -175,20 +157,13 @@ def plan_transposed_lists(
         crow=crow_step,
         col=col_step,
     )
-    of_rows = Launch(_entry_rows_kernel, (bounds - 1, heads, batch), **numbers, num_warps=1)
-    of_counts = Launch(_column_kernel, (columns, heads, batch), **numbers, is_list=0)
-    of_starts = Launch(_starts_kernel, (1, heads, batch), **numbers)
-    of_lists = Launch(_column_kernel, (columns, heads, batch), **numbers, is_list=1)
     is_empty = 0 in (batch, heads, bounds - 1, nnz, columns)
 
     def build(crow: Tensor, col: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if is_empty:
             return new_rows(), new_columns().zero_(), new_columns().zero_()
-        entry_rows, rows = new_rows(), new_rows()
-        counts, starts = new_columns(), new_columns()
-        pointers = ListPointers(crow, col, entry_rows, counts, starts, rows)
-        for launch in (of_rows, of_counts, of_starts, of_lists):
-            launch(pointers)
+        rows, counts, starts = new_rows(), new_columns(), new_columns()
+        launch(ListPointers(crow, col, counts, starts, rows))
         return rows, starts, counts
 
     return build
