@@ -331,9 +331,11 @@ def plan_tile_list(
     options: TileOptions,
     device: torch.device,
     chip: Chip | None = None,
+    like: list[Launch] | None = None,
 ) -> Callable[..., Tensor]:
     """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
-    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut.
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut. `like`
+    keeps the first launch for lists that differ in these sizes alone.
 
     A list is a header (units of work claimed: 0, number of entries), counters, and for each tile or
     piece of one: its sequence, its first token, the sequence's first row and length, its first key
@@ -346,7 +348,9 @@ def plan_tile_list(
     new_list = Allocation(shape, torch.int32, device)
     grid = (-(-tiles // (PLACED.value if options.OF_KEYS else options.PLACED)),)
     sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
-    if options.OF_KEYS:
+    if like:
+        launch = like[0].resized(grid, **sizes)
+    elif options.OF_KEYS:
         launch = Launch(_key_tile_order_kernel, grid, **sizes, OPTIONS=options, num_warps=4)
     else:
         launch = Launch(
@@ -361,6 +365,8 @@ def plan_tile_list(
             enable_fp_fusion=options.STRETCH == 0,
             **dependent_launch(target_of(device).overlaps_launches),
         )
+    if like is not None and not like:
+        like.append(launch)
 
     def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()
