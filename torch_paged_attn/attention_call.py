@@ -8,6 +8,7 @@ meanings from it: a new argument is a new field.
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.argument import Argument, argument, listed
 from torch_paged_attn.selection import NOT_SELECTED, Selection
+
+# properties of a call that follow from numbers of tokens and sequences, and those that do not
+OF_SIZES = "total_q", "batch"
+OF_KIND = (
+    *("num_heads", "num_kv_heads", "group_size", "head_dim", "head_dim_v", "is_slots", "is_paged"),
+    *("page_size", "scale", "result_dtype", "derived"),
+)
 
 # columns of a latent that share a scale
 LATENT_COLUMNS = 128
@@ -288,6 +296,22 @@ class AttentionCall:
         own = vars(self) if is_plain else self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
 
+    def kind(self) -> dict[str, Any]:
+        """What `of_kind` takes for calls that differ from this one in sizes alone. It holds no
+        tensor.
+        """
+        for name in OF_KIND:
+            getattr(self, name)
+        fields = vars(self).items()
+        return {n: x for n, x in fields if n not in OF_SIZES and not isinstance(x, Tensor)}
+
+    @classmethod
+    def of_kind(cls, kind: dict[str, Any], tensors: dict[str, Tensor]) -> "AttentionCall":
+        """A call of a kind with these tensors; it has all that was given to the kind's first."""
+        call = object.__new__(cls)
+        vars(call).update(kind, **tensors)
+        return call
+
     @functools.cached_property
     def total_q(self) -> int:
         return self.q.shape[0]
@@ -462,6 +486,16 @@ def per_sequence_tensors() -> dict[str, int]:
     are then in its first dimension; with fewer dimensions it is shared by all sequences.
     """
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
+
+
+@functools.cache
+def sizes_of_tensors() -> dict[str, str]:
+    """Name -> the number that a tensor's first dimension follows from: total_q, total_k, batch."""
+    found = {
+        x.name: re.match(r"`\((total_q|total_k|batch)\b", x.shape)
+        for x in arguments("flash_varlen")
+    }
+    return {name: match[1] for name, match in found.items() if match is not None}
 
 
 @functools.cache

@@ -1,12 +1,14 @@
 """What a call costs on the host, in microseconds, beside FlashAttention-3.
 
     python benchmarks/gpu/host.py [--fa3 _vllm_fa3_C.abi3.so [--wrapper fa3_peer.py]] [--json OUT]
+        [--rows WORD ...]
 
 Medians over runs of calls; the GPU ends its work in between. The contenders of a row take turns,
 because a host is not equally fast all the time. Every row is timed in each of MODES, and no tensor
 requires a gradient. `FA3` gets its scheduler's metadata made beforehand, `FA3 alone` makes them
 itself. `step` rows are 32 layers, each with caches of its own: of a size that no call had before
-(the first layer plans, FA3's metadata are made once), and of the same size again.
+(the first layer plans, FA3's metadata are made once), and of the same size again; in one of them
+ours write the step's keys and values, too, and FA3 attends alone.
 Results are compared with a formula first.
 """
 
@@ -264,15 +266,21 @@ def measure_steps(step: Callable[[int, bool], Calls], sizes: Any) -> Row:
     return {"unit": "us", "figures": figures}
 
 
-def decode_steps(fa3: Any) -> Row:
-    b = DecodeBatch(128, 256)
+def decode_steps(most: int, writes: bool, fa3: Any) -> Row:
+    """Of up to `most` sequences: of as many pages no other row has had a call."""
+    b = DecodeBatch(most, 256)
     layers = [(torch.randn_like(b.k), torch.randn_like(b.v)) for _ in range(LAYERS)]
+    new, slots = [randn(most, KV_HEADS, DIM) for _ in range(2)], b.table[:, -1].long() * PAGE
 
     def step(batch: int) -> Calls:
         part = b.part(batch)
+        key, value, where = new[0][:batch], new[1][:batch], slots[:batch]
 
         def ours() -> None:
             for k, v in layers:
+                if writes:
+                    pair = k.transpose(1, 2), v.transpose(1, 2)
+                    reshape_and_cache(key, value, pair, where)
                 b.ours(k, v, part)
 
         def theirs() -> None:
@@ -330,7 +338,9 @@ def problems(peers: dict[str, Any]) -> dict[str, Callable[[], Row]]:
         name: functools.partial(lambda make: measure_calls(make()), make)
         for name, make in rows.items()
     }
-    measured[f"step decode {LAYERS} layers"] = functools.partial(decode_steps, fa3)
+    steps = functools.partial(decode_steps, fa3=fa3)
+    measured[f"step decode {LAYERS} layers"] = functools.partial(steps, 128, False)
+    measured[f"step decode and write {LAYERS} layers"] = functools.partial(steps, 136, True)
     measured[f"step prefill {LAYERS} layers"] = functools.partial(prefill_steps, fa3)
     return measured
 
@@ -351,6 +361,7 @@ def main() -> None:
     parser.add_argument("--fa3", type=Path, metavar="SO", help="its library")
     parser.add_argument("--wrapper", type=Path, metavar="PY", help="else fa3_peer.py beside it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="WORD", help="that names have")
     options = parser.parse_args()
     torch.manual_seed(0)
     peers = {}
@@ -362,6 +373,8 @@ def main() -> None:
     print(document["machine"], " " * 24 + "".join(f"{mode:>12}" for mode in MODES), sep="\n")
     failed = False
     for name, measure in problems(peers).items():
+        if not any(word in name for word in options.rows):
+            continue
         try:
             rows[name] = measure()["figures"]
         except Exception as error:  # the other rows have their figures all the same

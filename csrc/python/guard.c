@@ -1,6 +1,8 @@
 // Whether a call has the options of an earlier one, and tensors that differ in values and addresses
 // alone. What tensors are is compared by torch's own check (torch._dynamo's TensorGuards): type,
 // dispatch keys in this thread's modes, dtype, device, whether it requires grad, sizes and strides.
+#include <string.h>
+
 #include "python.h"
 
 enum { MOST = 64, ALIGNMENT = 16 };
@@ -120,6 +122,22 @@ static PyObject* match(PyObject* self, PyObject* args) {
   return both;
 }
 
+// checking(check): the same guard with another check
+static PyObject* checking(PyObject* self, PyObject* check) {
+  Guard* made = (Guard*)PyType_GenericNew(Py_TYPE(self), NULL, NULL);
+  if (!made) return NULL;
+  const Guard* g = (const Guard*)self;
+  memcpy((char*)made + sizeof(PyObject), (const char*)g + sizeof(PyObject),
+         sizeof *g - sizeof(PyObject));
+  made->check = check;
+  Py_INCREF(check);
+  Py_INCREF(g->address_of);
+  Py_INCREF(g->options);
+  Py_INCREF(g->surroundings);
+  Py_INCREF(g->current_device);
+  return (PyObject*)made;
+}
+
 static void drop(PyObject* self) {
   Guard* g = (Guard*)self;
   Py_XDECREF(g->check);
@@ -130,7 +148,9 @@ static void drop(PyObject* self) {
   free_object(self);
 }
 
-static PyMethodDef methods[] = {{"match", match, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"match", match, METH_VARARGS, NULL},
+                                {"checking", checking, METH_O, NULL},
+                                {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {{Py_tp_new, (void*)make},
                               {Py_tp_methods, (void*)methods},
                               {Py_tp_dealloc, (void*)drop},

@@ -107,17 +107,16 @@ def test_later_layers_repeat_the_first_ones_call(monkeypatch):
     """With what they share; a layer of another kind is not given it."""
     repeated = []
 
-    def attend(tensors, others, options):
-        q, k, v, lengths = tensors
-        _, bounds, *_, first = others
+    def attend(_, args, options):
+        q, k, v, lengths, _, bounds, *_, first = args
         q, k, v = q.view(-1, HEADS // KV_HEADS, DIM), k.view(-1, 1, DIM), v.view(-1, 1, DIM)
         return flash_varlen(q, k, v, bounds, None, seqused_k=lengths, k_start=first, **options)
 
     def again(_, args, options):
         repeated.append(args[0])
-        return attend(args[:4], args[4:], options)
+        return attend(_, args, options)
 
-    monkeypatch.setattr(dense, "attend_in_one_call", attend)
+    monkeypatch.setattr(dense, "in_one_call", attend)
     monkeypatch.setattr(dense, "repeat", again)
     short, layers = mask(room=30), [tensors(30), tensors(30)]
     outs = [dense.attend_step(*x, short, None, 0.0) for x in layers]

@@ -10,6 +10,7 @@ import torch
 import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
+from torch_paged_attn.integrations._kvcache import APPENDING
 from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache, with_kvcache
 from torch_paged_attn.testing import (
     PROBLEMS,
@@ -387,7 +388,8 @@ def one_call_of(form):
     (q, k_cache, v_cache, k, v), options = forms_of_kvcache()[form]
     names = "block_table", "s_aux", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k_new"
     others = [options.get(x) for x in (*names, "rotary_cos", "rotary_sin")]
-    return (q, k_cache, v_cache, k, v, options["cache_seqlens"]), others, {"causal": True}, None
+    args = q, k_cache, v_cache, k, v, options["cache_seqlens"], *others
+    return APPENDING, args, {"causal": True}
 
 
 def test_steps_on_streams_and_in_graphs():

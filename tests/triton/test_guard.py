@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import target
-from torch_paged_attn.backends.triton.runtime.guard import guard_of, unsupported
+from torch_paged_attn.backends.triton.runtime.guard import guard_of, narrowed, unsupported
 from torch_paged_attn.ops import repeated
 
 pytestmark = pytest.mark.skipif(
@@ -328,3 +328,18 @@ def test_a_call_keeps_nothing_alive(operator):
     del tensors
     gc.collect()
     assert [x() for x in held] == [None] * 3
+
+
+def test_a_guard_of_a_family_lets_first_dimensions_differ():
+    tensors, sizes = inputs(), frozenset((0, 2))
+    family = guard_of(tensors, OPTIONS, sizes)
+    others = torch.zeros(5, 4), None, tensors[2], torch.arange(9)
+    given, _ = family.match(others, OPTIONS)
+    assert len(given) == 3 and given[0] is others[0]
+    assert family.match(changed(2, lambda x: torch.zeros(3, 8))(others), OPTIONS) is None
+    assert family.match(changed(0, lambda x: torch.zeros(5, 3))(others), OPTIONS) is None
+    narrow = narrowed(family, given)
+    assert narrow.match(others, OPTIONS) is not None and narrow.match(others, {}) is None
+    assert narrow.match(tensors, OPTIONS) is None
+    del family  # what it holds is the other's, too
+    assert narrow.match(others, OPTIONS) is not None

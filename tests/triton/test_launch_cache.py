@@ -382,3 +382,75 @@ def test_launches_that_share_a_kernel_share_it_in_triton_and_sizes_share_one():
         assert theirs.setdefault(own, other) == other, own[0]
     of_model = found[-len(decode) - 2 * len(prefill) :]
     assert len({own for own, _ in of_model}) == 3
+
+
+class Resizing(Plans):
+    """The same with a family: the first dimensions of all tensors follow from one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.resized = []
+
+    def __call__(self, *tensors, **options):
+        first = super().__call__(*tensors, **options)
+        sizes = ("rows",) * sum(x is not None for x in tensors)
+        return launch_cache.Resizable(first, sizes, self.resize)
+
+    def resize(self, tensors):
+        self.resized.append([len(x) for x in tensors])
+        number = -len(self.resized)
+        return lambda tensors, addresses: number
+
+
+def rows(count, more=0):
+    return torch.zeros(count, 4), None, torch.zeros(count + 1 + more, dtype=torch.int32)
+
+
+needs_guards = pytest.mark.skipif(
+    guard.library() is None, reason="families are found by guards in C"
+)
+
+
+@needs_guards
+def test_a_size_of_a_family_is_planned_once():
+    plans = Resizing()
+    assert [plans.answer(rows(n)) for n in (3, 5, 5, 3, 6, 7, 8, 9, 5)] == [
+        *(1, -1, -1, 1, -2, -3, -4, -5, -1)
+    ]
+    assert plans.resized == [[n, n + 1] for n in (5, 6, 7, 8, 9)] and plans.made == 1
+
+
+APART = {
+    "another distance": lambda: rows(5, more=1),
+    "no rows": lambda: rows(0),
+    "another width": lambda: (torch.zeros(5, 3), *rows(5)[1:]),
+    "another dtype": lambda: (rows(5)[0].double(), *rows(5)[1:]),
+    "another place": lambda: (rows(5)[0], rows(5)[2], None),
+    "another alignment": lambda: (misaligned(rows(5)[0]), *rows(5)[1:]),
+}
+
+
+@needs_guards
+@pytest.mark.parametrize("apart", APART)
+def test_a_call_out_of_the_family_is_checked(apart):
+    plans = Resizing()
+    assert plans.answer(rows(3)) == 1
+    assert plans.answer(APART[apart]()) == 2 and not plans.resized
+    assert plans.answer(rows(4)) == -1
+    assert plans.answer(rows(4), causal=True) == 3
+
+
+@needs_guards
+def test_an_invalid_call_of_other_sizes_raises_as_the_first_does(kernels, device):
+    def attend(tokens, bounds, sequences):
+        q, k = torch.zeros(tokens, 4, 64), torch.zeros(6, 2, 16, 64)
+        bounds, used = torch.arange(bounds), torch.ones(sequences, dtype=torch.int32)
+        table = torch.zeros(sequences, 3, dtype=torch.int32)
+        given = [x.to(device) for x in (q, k, k.clone(), bounds.int())]
+        return kernels.flash_varlen(*given, None, 1, 9, used.to(device), table.to(device))
+
+    for n in (3, 4, 6):
+        assert attend(n, n + 1, n)[0].shape == (n, 4, 64)
+    with pytest.raises(ValueError, match=r"expected seqused_k to be \(batch\) = \(7,\)"):
+        attend(7, 8, 5)
+    assert attend(0, 1, 0)[0].shape == (0, 4, 64)

@@ -22,41 +22,48 @@ from torch_paged_attn.ops.attend_cache import attend_cache
 from torch_paged_attn.ops.checks import refuse
 from torch_paged_attn.ops.repeated import repeat
 
+# operators that a GPU alone has, which take less host time than the calls that they stand for, by
+# name; and how many tensors they need, the last of which are the lengths
+APPENDING = APPEND, append_and_attend, 6
+ATTENDING = ATTEND, attend_cache, 4
+
 
 def in_one_call(
-    tensors: tuple[Any, ...],
-    others: tuple[Any, ...],
-    options: dict[str, Any],
-    max_seqlen_q: Any,
+    operator: tuple[str, Any, int], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """`out` and `softmax_lse` of a call with new tokens, by the operator `append_and_attend`, which
-    has less host time. None for calls that it does not support, see `_has_one_call`.
+    """`out`, of q's shape but v's head_dim, and `softmax_lse` `(num_heads, total_q)`, by APPENDING
+    for a call with new tokens, or ATTENDING. None for calls that it does not support, see
+    `_has_one_call`.
 
-    tensors: q, k_cache, v_cache, k, v, cache_seqlens
-    others: block_table, s_aux, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k_new, rotary_cos and
-        rotary_sin, or None for those that are not given
-    options: keyword arguments of `append_and_attend`
+    args, options: the operator's arguments by position, tensors and None, and by name
     """
-    return _by_operator(append_and_attend, APPEND, tensors, others, options, max_seqlen_q)
+    name, function, needed = operator
+    if (results := repeat(name, args, options)) is not NotImplemented:
+        return results
+    if not is_on_gpu(args[0]) or not _has_one_call(args, needed):
+        return None
+    if args[needed - 1].dtype is not torch.int32:
+        return None
+    try:
+        return function(*args, **options)
+    except (ValueError, NotImplementedError):
+        return None  # nothing has been written: the general code runs the call, or raises
 
 
-def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> bool:
+def _has_one_call(tensors: tuple[Any, ...], needed: int) -> bool:
     """Whether an operator that a GPU alone has may take these tensors, the first of which is on
-    one, and others that may be None: in eager calls without gradients, outside autocast.
+    one, and of which the first are `needed`: in eager calls without gradients, outside autocast.
     """
     if torch.compiler.is_compiling():
         return False
     # loops, because generators take as long as all else here
-    for x in tensors:
-        if type(x) is not Tensor or x.is_neg():
-            return False
-    for x in others:
-        if x is not None and (type(x) is not Tensor or x.is_neg()):
+    for i, x in enumerate(tensors):
+        if (x is not None or i < needed) and (type(x) is not Tensor or x.is_neg()):
             return False
     if environment.CHECK or torch.is_autocast_enabled("cuda"):
         return False
     if torch.is_grad_enabled():
-        for x in (*tensors, *others):
+        for x in tensors:
             if x is not None and x.requires_grad:
                 return False
     return True
@@ -64,49 +71,6 @@ def _has_one_call(tensors: tuple[Any, ...], others: tuple[Any, ...] = ()) -> boo
 
 def is_on_gpu(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_cuda
-
-
-def attend_in_one_call(
-    tensors: tuple[Any, ...],
-    others: tuple[Any, ...],
-    options: dict[str, Any],
-    max_seqlen_q: Any = None,
-) -> tuple[Tensor, Tensor] | None:
-    """`out` and `softmax_lse` of a call without new tokens, by the operator `attend_cache`, which
-    has less host time. None for calls that it does not support, see `_has_one_call`.
-
-    tensors: q, k_cache, v_cache, cache_seqlens
-    others: block_table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale and v_descale, or
-        None for those that are not given; and k_start for a step of Transformers
-    options: keyword arguments of `attend_cache`
-    """
-    return _by_operator(attend_cache, ATTEND, tensors, others, options, max_seqlen_q)
-
-
-def _by_operator(
-    operator: Any,
-    name: str,
-    tensors: tuple[Any, ...],
-    others: tuple[Any, ...],
-    options: dict[str, Any],
-    max_seqlen_q: Any,
-) -> tuple[Tensor, Tensor] | None:
-    """The results of an operator that a GPU alone has; None for calls that it does not support. The
-    last of `tensors` are lengths.
-    """
-    if not is_on_gpu(tensors[0]):
-        return None
-    if type(max_seqlen_q) is int:
-        options = options | {"max_seqlen_q": max_seqlen_q}
-    args = *tensors, *others
-    if (results := repeat(name, args, options)) is not NotImplemented:
-        return results
-    if not _has_one_call(tensors, others) or tensors[-1].dtype is not torch.int32:
-        return None
-    try:
-        return operator(*args, **options)
-    except (ValueError, NotImplementedError):
-        return None  # nothing has been written: the general code runs the call, or raises
 
 
 def attend_only(
@@ -119,8 +83,8 @@ def attend_only(
     max_seqlen_q: int | Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor] | None:
-    """`out` and `softmax_lse` of a call without new tokens: one call of `flash_varlen`, with views
-    of the arguments. None for calls in a graph and those that `flash_varlen` refuses: the general
+    """The same of a call without new tokens: one call of `flash_varlen`, with views of the
+    arguments. None for calls in a graph and those that `flash_varlen` refuses: the general
     code runs them, or raises in the words of `flash_attn_with_kvcache`.
 
     options: keyword arguments of `flash_varlen`; tensors among them may be None
@@ -132,8 +96,9 @@ def attend_only(
         return None
     if q.stride(-1) != 1 or q.dtype.itemsize == 1:
         return None
+    shape = q.shape[:-1]
     if cu_seqlens_q is None:
-        batch, max_seqlen_q = q.shape[:2]
+        batch, max_seqlen_q = shape[:2]
         cu_seqlens_q, q = _constants.multiples(max_seqlen_q, batch, q), q.flatten(0, 1)
     else:
         batch = cu_seqlens_q.shape[0] - 1
@@ -149,7 +114,8 @@ def attend_only(
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     lengths = cu_seqlens_q, None, max_seqlen_q, capacity, cache_seqlens, table
     try:
-        return flash_varlen(q, k, v, *lengths, **options)
+        out, lse = flash_varlen(q, k, v, *lengths, **options)
+        return out.view(*shape, out.shape[-1]), lse
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # nothing has been written
 

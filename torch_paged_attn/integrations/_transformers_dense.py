@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations._arguments import asks_gradient
-from torch_paged_attn.integrations._kvcache import attend_in_one_call
+from torch_paged_attn.integrations._kvcache import ATTENDING, in_one_call
 from torch_paged_attn.integrations._transformers_batching import rows
 from torch_paged_attn.integrations._transformers_short import ShortMask
 from torch_paged_attn.ops import flash_varlen
@@ -113,7 +113,8 @@ def attend_step(
     }
     shape = batch, 1, num_heads, dim_v
     others = None, rows_of.cu_seqlens_q, None, None, None, None, None, rows_of.first
-    found = attend_in_one_call((query, key, value, rows_of.lengths), others, options)
+    args = query, key, value, rows_of.lengths, *others
+    found = in_one_call(ATTENDING, args, options)
     if found is not None:
         mask.steps[kind] = (rows_of.lengths, *others), options, shape
     else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import numbers_of
 from torch_paged_attn.ops._gradients import increment_versions
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.append_slots import check as check_append_slots
@@ -181,7 +182,7 @@ def fake(
 ) -> tuple[Tensor, Tensor]:
     """What the operator returns, in shape and dtype."""
     total, num_heads = q.shape[:-2].numel(), q.shape[-2]
-    out = q.new_empty((total, num_heads, v_cache.shape[3]))
+    out = q.new_empty((*q.shape[:-1], numbers_of(v_cache)))
     return out, q.new_empty((num_heads, total), dtype=torch.float32)
 
 

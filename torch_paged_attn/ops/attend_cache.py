@@ -2,7 +2,7 @@
 
 It is internal, as `append_and_attend` is, and for the same reason: it takes the arguments as they
 are. To make of them the views and bounds that `flash_varlen` takes, in Python, takes longer on the
-host than that call.
+host than that call. `out` has q's shape, but v's head_dim.
 
 With `k_start` it is a decoding step of Transformers: one query in each row, over contiguous keys
 (batch, num_kv_heads, length, head_dim). Each head of a row's keys is then a sequence of one head,
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import numbers_of
 from torch_paged_attn.ops._library import LIBRARY
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_dim, fail, refuse
@@ -66,9 +67,8 @@ def fake(
         heads = q.shape[0] * k_cache.shape[1]
         out = q.new_empty((heads, q.shape[1] // k_cache.shape[1], v_cache.shape[3]))
         return out, q.new_empty((out.shape[1], heads), dtype=torch.float32)
-    *lengths, num_heads, _ = q.shape
-    total = lengths[0] * lengths[1] if len(lengths) == 2 else lengths[0]
-    out = q.new_empty((total, num_heads, v_cache.shape[3]))
+    total, num_heads = q.shape[:-2].numel(), q.shape[-2]
+    out = q.new_empty((*q.shape[:-1], numbers_of(v_cache)))
     return out, q.new_empty((num_heads, total), dtype=torch.float32)
 
 

@@ -45,7 +45,8 @@ OF_TORCH: tuple[Any, ...] = (
     getattr(torch._C, "_len_torch_function_stack", lambda: 1),
     torch.is_grad_enabled,
     Tensor.is_inference,
-    torch.autograd.graph.increment_version,
+    # without the function in Python around it
+    getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),
 )
 
 

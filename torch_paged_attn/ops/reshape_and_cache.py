@@ -25,6 +25,8 @@ from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.paths import public
 
 OP = "reshape_and_cache"
+# making `tuple | list` anew takes longer than asking
+PAIRS = (tuple, list)
 
 
 def check_split(
@@ -291,7 +293,7 @@ def reshape_and_cache(
     caches: Sequence[Tensor]
     if isinstance(kv_cache, Tensor):
         operator, caches = _reshape_and_cache, (kv_cache,)
-    elif isinstance(kv_cache, tuple | list) and len(kv_cache) == 2:
+    elif isinstance(kv_cache, PAIRS) and len(kv_cache) == 2:
         operator, caches = _reshape_and_cache_split, kv_cache
     else:
         fail(OP, "kv_cache", type(kv_cache).__name__, "a tensor, or a pair (k_cache, v_cache)")

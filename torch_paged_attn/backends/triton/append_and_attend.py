@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import numbers_of
 from torch_paged_attn.backends.triton.attend_cache import ranges
 from torch_paged_attn.backends.triton.cache_write.append_kernel import (
     HeadStrides,
@@ -92,11 +93,14 @@ def _plan(
         made["block_table"] = parts.batch, 1
     constants = Constants(functools.partial(ranges, made, parts.q.device), parts.q.device)
     found |= zip(made, constants()[0], strict=True)
-    has_constants = bool(made)
     check(parts, *map(found.__getitem__, CHECKED), **options)
 
     target, has_rotary = target_of(parts.q.device), found["rotary_cos"] is not None
     launches, new = _launches_of(parts, found, rotary_interleaved, options, target)
+    if found["q"].dim() == 4:
+        shape = *found["q"].shape[:3], numbers_of(parts.v_cache)
+        new["out"] = Allocation(shape, parts.q.dtype, parts.q.device)
+        options = options | {"out": new["out"]().flatten(0, 1)}
     names = [*given, *made, *new, None]
     stored = parts.k_cache.dtype.itemsize == 1
     unused = () if stored else ("k_descale", "v_descale")
@@ -104,7 +108,7 @@ def _plan(
     pick = operator.itemgetter(*map(names.index, wanted))
     rows = "turned" if has_rotary else "q"
     bounds = "bounds" if found["cu_seqlens_q"] is None else "cu_seqlens_q"
-    attention = rows, "k_cache", "v_cache", bounds, *ATTENTION
+    attention = rows, "k_cache", "v_cache", bounds, *ATTENTION, "out"
     pick_attention = operator.itemgetter(*(names.index(x) for x in attention if x in names))
     q = torch.empty_like(parts.q, memory_format=torch.contiguous_format) if has_rotary else parts.q
     attend = flash_varlen.plan(
@@ -115,7 +119,7 @@ def _plan(
     allocations = list(new.values())
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        constant, at_constant = constants() if has_constants else ((), ())
+        constant, at_constant = constants() if made else ((), ())
         own = [allocate() for allocate in allocations]
         every = (*tensors, *constant, *own, None)
         at = (*addresses, *at_constant, *[x.data_ptr() for x in own], None)

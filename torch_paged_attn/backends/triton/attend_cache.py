@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import tensor_names
+from torch_paged_attn.attention_call import numbers_of, tensor_names
 from torch_paged_attn.backends.triton.flash_varlen import (
     HINTS,
     MOST_HINTS,
@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
 )
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
-from torch_paged_attn.backends.triton.runtime.workspace import Constants
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, Constants
 from torch_paged_attn.ops.attend_cache import rows_of, rows_of_heads
 from torch_paged_attn.ops.repeated import Recent
 
@@ -81,13 +81,19 @@ def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
     if found.get("block_table") is None:
         # row b of the cache is the only page of sequence b
         made["block_table"] = k_cache.shape[0], 1
-    constants = Constants(functools.partial(ranges, made, q.device), q.device)
-    found |= zip(made, constants()[0], strict=True)
-    given += made
+    constants = None
+    if made:
+        constants = Constants(functools.partial(ranges, made, q.device), q.device)
+        found |= zip(made, constants()[0], strict=True)
+        given += made
+    new_out = None
+    if q.dim() == 4:
+        new_out = Allocation((*q.shape[:3], numbers_of(v_cache)), q.dtype, q.device)
+        options = options | {"out": new_out().flatten(0, 1)}
     table = found["block_table"]
     assert table is not None
     reach = said_of_reach(table.shape[-1] * k_cache.shape[1], False)
-    return _with(given, longest, reach, found, constants, options)
+    return _with(given, longest, reach, found, constants, options, new_out)
 
 
 def _with(
@@ -97,19 +103,24 @@ def _with(
     found: dict[str, Tensor | None],
     constants: Constants | None,
     options: dict[str, Any],
+    new_out: Allocation | None = None,
 ) -> Plan:
     """The plan of `flash_varlen` for the tensors `found`, of which a call has those that are
-    `given`, and then the constants.
+    `given`, and then the constants. `new_out`: for an `out` among the options, of any shape.
     """
     names = tensor_names("flash_varlen")
     attend = flash_varlen.plan(longest, reach, *map(found.get, names), **options)
     pick = operator.itemgetter(*(given.index(x) for x in names if x in given))
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        if constants is None:
+        if constants is not None:
+            made, at = constants()
+            tensors, addresses = (*tensors, *made), addresses and (*addresses, *at)
+        if new_out is None:
             return attend(pick(tensors), addresses and pick(addresses))
-        made, at = constants()
-        return attend(pick((*tensors, *made)), addresses and pick((*addresses, *at)))
+        out = new_out()
+        at_out = addresses and (*pick(addresses), out.data_ptr())
+        return attend((*pick(tensors), out), at_out)
 
     return run
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, arguments
+from torch_paged_attn.attention_call import AttentionCall, arguments, sizes_of_tensors
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
 from torch_paged_attn.backends.triton.hopper import support
@@ -21,7 +21,7 @@ from torch_paged_attn.backends.triton.portable.forward.plan import plan_attentio
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import MakePlan, Plan, Resizable
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.checks import refuse
@@ -187,6 +187,21 @@ def said_of_reach(max_seqlen_k: Any, is_packed: bool) -> int:
     return min(-(-max_seqlen_k // step) * step, MOST_REACH)
 
 
+def sizes_of(call: AttentionCall) -> tuple[str | None, ...] | None:
+    """For each given tensor of a valid call, the number that its first dimension follows from. None
+    if another dimension may follow from one: then a call of other sizes is not known to be valid.
+    """
+    if call.layout is not None or call.attn_bias is not None:
+        return None
+    found, names = [], sizes_of_tensors()
+    for name, x in call.given_tensors().items():
+        number = names.get(name)
+        if number is None and x.dim() == 2:  # slopes or scales (batch, heads)
+            return None
+        found.append(None if number == "total_k" and call.is_paged else number)
+    return tuple(found)
+
+
 class AttentionOp:
     """An attention operator, called with the arguments of its schema. A plan depends on the two
     hints only as far as `said_of_longest` and `said_of_reach` say; results do not depend on them.
@@ -211,9 +226,7 @@ class AttentionOp:
         """Where the plans of its last calls are."""
         return launch_cache.recent(self._known_kind_of, HINTS, "block_table")
 
-    def _planned_by(
-        self, args: tuple[Any, ...]
-    ) -> tuple[str, Callable[..., Plan], tuple[Tensor | None, ...]]:
+    def _planned_by(self, args: tuple[Any, ...]) -> tuple[str, MakePlan, tuple[Tensor | None, ...]]:
         """The name in the launch cache of calls with such hints, the function that plans a call,
         and the tensors that it takes.
         """
@@ -226,25 +239,51 @@ class AttentionOp:
 
     def _kind_of(
         self, max_seqlen_q: Any, max_seqlen_k: Any, is_paged: bool
-    ) -> tuple[str, Callable[..., Plan]]:
+    ) -> tuple[str, MakePlan]:
         """The name in the launch cache of calls with these hints, and the function that plans such
         a call.
         """
         longest = said_of_longest(max_seqlen_q, max_seqlen_k, not is_paged)
         reach = said_of_reach(max_seqlen_k, not is_paged)
-        return f"{self._name}, {longest}, {reach}", functools.partial(self.plan, longest, reach)
+        return f"{self._name}, {longest}, {reach}", functools.partial(
+            self.make_plan, longest, reach
+        )
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
         """The plan for the operator's tensors. `longest` and `reach` are what `said_of_longest` and
         `said_of_reach` return.
         """
+        call, copied = self._checked(reach, tensors, options)
+        return after_copies(self._plan_checked(call, longest), copied)
+
+    def make_plan(
+        self, longest: int, reach: int, *tensors: Tensor | None, **options: Any
+    ) -> Plan | Resizable:
+        """The same, and what plans calls of other sizes, if these are known not to need checks."""
+        call, copied = self._checked(reach, tensors, options)
+        plan = after_copies(self._plan_checked(call, longest), copied)
+        names = tuple(call.given_tensors())
+        if copied or is_traced() or (sizes := sizes_of(call)) is None:
+            return plan
+        kind = call.kind()
+
+        def resize(tensors: tuple[Tensor, ...]) -> Plan:
+            named = dict(zip(names, tensors, strict=True))
+            return self._plan_checked(AttentionCall.of_kind(kind, named), longest)
+
+        return Resizable(plan, sizes, resize)
+
+    def _checked(
+        self, reach: int, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+    ) -> tuple[AttentionCall, list[int]]:
+        """The call for which a plan is made, and which of the given tensors are copied first."""
         args, copied = self._planned_for(reach, tensors)
         call = self._call_of(*args, **options)
         self._check(call)
         BACKEND.refuse_lacking(call)
         call, aligned = with_aligned_copies(call)
         refuse_other_bits(call)
-        return after_copies(self._plan_checked(call, longest), [*copied, *aligned])
+        return call, [*copied, *aligned]
 
     def _planned_for(
         self, reach: int, tensors: tuple[Tensor | None, ...]

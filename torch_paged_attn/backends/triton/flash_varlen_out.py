@@ -34,7 +34,7 @@ class AttentionOutOp(AttentionOp):
         key, plan, tensors = self._planned_by(args)
         return launch_cache.call(key, plan, (out, *tensors), options)
 
-    def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
+    def make_plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
         """As `AttentionOp.plan`; the first of the tensors is `out`."""
         out, *inputs = tensors
         args, copied = self._planned_for(reach, tuple(inputs))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton.cache_write import quantize_rows
 from torch_paged_attn.backends.triton.cache_write.written_slots import (
+    CLAIMED,
     FEW_TOKENS,
     WIDTHS,
     claims_of,
@@ -21,8 +22,9 @@ from torch_paged_attn.backends.triton.cache_write.written_slots import (
 )
 from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp, Resizable
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Pointers(NamedTuple):
     claims: Any  # by slot: the number of the token that writes it
 
 
+BY_TOKENS = "key", "value", "slots"
 CACHE, SLOTS = Pointers._fields.index("k_cache"), Pointers._fields.index("slots")
 
 
@@ -148,12 +151,12 @@ def _plan(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Plan:
+) -> Resizable:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     k_cache, v_cache = kv_cache.unbind(0)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
-    return _plan_write(*tensors, v_offset=v_offset)
+    return _resizable(*tensors, v_offset=v_offset)
 
 
 def _plan_split(
@@ -164,10 +167,10 @@ def _plan_split(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Plan:
+) -> Resizable:
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     check_split(*tensors)
-    return _plan_write(*tensors)
+    return _resizable(*tensors)
 
 
 def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
@@ -199,7 +202,7 @@ def choose_rows(
     return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
 
-def _plan_write(
+def _resizable(
     key: Tensor,
     value: Tensor,
     k_cache: Tensor,
@@ -209,36 +212,13 @@ def _plan_write(
     v_scale: Tensor | None,
     *,
     v_offset: int | None = None,
-) -> Plan:
-    """A plan for calls with tensors like these. If `v_offset` is given, their caches are halves of
+) -> Resizable:
+    """Plans for calls with tensors like these. If `v_offset` is given, their caches are halves of
     one tensor, which calls get in their place, and the second half begins so many bytes after it.
     """
-    num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
-    num_slots = k_cache.shape[0] * k_cache.shape[2]
-    if num_tokens == 0:
-        return lambda tensors, addresses: None
-    target = target_of(key.device)
+    num_slots, target = k_cache.shape[0] * k_cache.shape[2], target_of(key.device)
     is_dependent = dependent_launch(target.overlaps_launches)
-    launches = "one launch" if num_tokens <= FEW_TOKENS else "two launches"
-    logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    new_claims, claim = claims_of(slot_mapping, num_slots, is_dependent)
-    grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
-    copy = Launch(
-        _reshape_and_cache_kernel,
-        grid,
-        strides=Strides(
-            k=row_strides(key, k_cache, k_scale),
-            v=row_strides(value, v_cache, v_scale),
-            slots=slot_mapping.stride(0),
-        ),
-        num_heads=num_heads,
-        page_size=k_cache.shape[2],
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        OPTIONS=rows,
-        **is_dependent,
-    )
-
+    launches: dict[Options, tuple[Launch, Allocation | None, Launch | None]] = {}
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     names = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
     if v_offset is not None:
@@ -248,29 +228,63 @@ def _plan_write(
     slots, nothing = names.index("slots"), len(names) + 1
     places = {name: i for i, name in enumerate([*names, "claims"])}
     pick = operator.itemgetter(*(places.get(name, nothing) for name in Pointers._fields))
+    arguments = {
+        "strides": Strides(
+            k=row_strides(key, k_cache, k_scale),
+            v=row_strides(value, v_cache, v_scale),
+            slots=slot_mapping.stride(0),
+        ),
+        "num_heads": key.shape[1],
+        "page_size": k_cache.shape[2],
+    }
 
-    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
-        claims = None if new_claims is None else new_claims()
-        if copy.is_ready:
-            at_claims = None
-            if claims is not None and claim is not None:
-                at_claims = claims.data_ptr()
-                claim.start(addresses[slots], at_claims)
+    def plan(tensors: tuple[Tensor, ...]) -> Plan:
+        key, value, k_cache = tensors[:3]
+        num_tokens = tensors[slots].shape[0]
+        if num_tokens == 0:
+            return lambda tensors, addresses: None
+        said = "one launch" if num_tokens <= FEW_TOKENS else "two launches"
+        logger.debug("reshape_and_cache: %s for %d tokens", said, num_tokens)
+        grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
+        if (first := launches.get(rows)) is None:
+            sizes = {"num_tokens": num_tokens, "num_slots": num_slots}
+            options = arguments | sizes | {"OPTIONS": rows} | is_dependent
+            copy = Launch(_reshape_and_cache_kernel, grid, **options)
+            new_claims, claim = claims_of(tensors[slots], num_slots, is_dependent)
+            launches[rows] = copy, new_claims, claim
+        else:
+            copy, new_claims, claim = first
+            copy = copy.resized(grid, num_tokens=num_tokens)
+            if claim is not None:
+                claim = claim.resized((cdiv(num_tokens, CLAIMED),), num_tokens=num_tokens)
+
+        def run(tensors: tuple[Any, ...], addresses: Any) -> None:
+            claims = None if new_claims is None else new_claims()
+            if copy.is_ready:
+                at_claims = None
+                if claims is not None and claim is not None:
+                    at_claims = claims.data_ptr()
+                    claim.start(addresses[slots], at_claims)
+                if v_offset is not None:
+                    addresses = *addresses, addresses[CACHE] + v_offset
+                copy.start(pick((*addresses, at_claims, None)))
+                return
             if v_offset is not None:
-                addresses = *addresses, addresses[CACHE] + v_offset
-            copy.start(pick((*addresses, at_claims, None)))
-            return
-        if v_offset is not None:
-            # making views of the halves takes longer than the rest of a call
-            first, second = tensors[CACHE].unbind(0)
-            tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
-        found = Pointers(*pick((*tensors, claims, None)))
-        if claims is not None and claim is not None:
-            claim(found.slots, claims)
-        rows = (as_stored(x, target)[0] for x in found[:SLOTS])
-        copy(Pointers(*rows, *found[SLOTS:]))
+                # making views of the halves takes longer than the rest of a call
+                first, second = tensors[CACHE].unbind(0)
+                tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
+            found = Pointers(*pick((*tensors, claims, None)))
+            if claims is not None and claim is not None:
+                claim(found.slots, claims)
+            rows = (as_stored(x, target)[0] for x in found[:SLOTS])
+            copy(Pointers(*rows, *found[SLOTS:]))
 
-    return run
+        return run
+
+    given = names if v_offset is None else names[:-1]
+    sizes = tuple(["num_tokens" if name in BY_TOKENS else None for name in given])
+    first = key, value, *((k_cache, v_cache) if v_offset is None else (k_cache,)), slot_mapping
+    return Resizable(plan(first), sizes, plan)
 
 
 # with the arguments of the ops `reshape_and_cache`, its `split` and its `quantize`

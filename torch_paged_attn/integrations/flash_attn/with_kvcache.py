@@ -15,7 +15,8 @@ from torch_paged_attn.integrations._arguments import (
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
-    attend_in_one_call,
+    APPENDING,
+    ATTENDING,
     attend_only,
     behind_leftpad,
     in_one_call,
@@ -123,11 +124,15 @@ def flash_attn_with_kvcache(
             options["softcap"] = softcap
         if left >= 0 or right >= 0:
             options |= {"window_size_left": left, "window_size_right": right}
-        found, hint = None, None if cu_seqlens_q is None else max_seqlen_q
+        found, hint = None, {}
+        if cu_seqlens_q is not None and type(max_seqlen_q) is int:
+            hint = {"max_seqlen_q": max_seqlen_q}
         if k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is None:
-            tensors = q, k_cache, v_cache, cache_seqlens
-            others = table, cu_seqlens_q, alibi_slopes, s_aux, q_descale, k_descale, v_descale
-            found = attend_in_one_call(tensors, others, options, hint)
+            args: tuple[Any, ...] = (
+                q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, alibi_slopes, s_aux,
+                q_descale, k_descale, v_descale,
+            )  # fmt: skip
+            found = in_one_call(ATTENDING, args, options | hint if hint else options)
             if found is None:
                 found = attend_only(
                     *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
@@ -144,20 +149,13 @@ def flash_attn_with_kvcache(
                 cu_seqlens_k_new = cu_seqlens_k_new.detach()
             if rotary_cos is not None:
                 options["rotary_interleaved"] = bool(rotary_interleaved)
-            found = in_one_call(
-                (q, k_cache, v_cache, k, v, cache_seqlens),
-                (
-                    *(table, s_aux, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k_new),
-                    *(rotary_cos, rotary_sin),
-                ),
-                options,
-                hint,
-            )
+            args = (
+                q, k_cache, v_cache, k, v, cache_seqlens, table, s_aux, k_descale, v_descale,
+                cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin,
+            )  # fmt: skip
+            found = in_one_call(APPENDING, args, options | hint if hint else options)
         if found is not None:
             result, lse = found
-            if cu_seqlens_q is None:
-                shape = q.shape
-                result = result.unsqueeze(1) if shape[1] == 1 else result.view(*shape[:3], -1)
             if not return_softmax_lse:
                 return result
             if cu_seqlens_q is None:

@@ -30,7 +30,8 @@ def without_gaps(
     made, copied, number = [], [], 0
     for name, x in zip(names, tensors, strict=True):
         if x is not None:
-            has_gaps = x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
+            # a number of sequences is no reason: plans of other numbers do not copy either
+            has_gaps = x.dim() > 0 and x.stride(-1) != 1 and (x.dim() == 1 or x.shape[-1] > 1)
             if has_gaps and name in READ_END_TO_END:
                 x = x.contiguous()
                 copied.append(number)

@@ -35,21 +35,22 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor or type(x).__torch_function__ is _no_function_of_its_own
 
 
-def guard_of(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+def guard_of(
+    tensors: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+    sized: frozenset[int] = frozenset(),
+) -> Any:
     """A guard whose `match(tensors, options)` returns the given tensors and their addresses if a
     call has the same options, and tensors that differ only in values and addresses, else None.
     None for calls of which `unsupported` says why.
+
+    sized: which of the given tensors may also differ in their first dimension
     """
     if unsupported(tensors) is not None:
         return None
     given = tuple([x for x in tensors if x is not None])
-    check = _TensorGuards(
-        *given,
-        dynamic_dims_sizes=[list(x.shape) for x in given],
-        dynamic_dims_strides=[list(x.stride()) for x in given],
-    ).check
     return library().Guard(
-        check,
+        _check_of(given, sized),
         _address_of,
         tuple([x is not None for x in tensors]),
         options,
@@ -61,6 +62,19 @@ def guard_of(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any
         # in no_grad mode; the check compares it with that of a call's tensors, but knows no mode
         any(x.requires_grad for x in given),
     )
+
+
+def narrowed(guard: Any, given: tuple[Tensor, ...]) -> Any:
+    """The guard for calls with the first dimensions of these tensors, which it has matched."""
+    return guard.checking(_check_of(given))
+
+
+def _check_of(given: tuple[Tensor, ...], sized: frozenset[int] = frozenset()) -> Any:
+    sizes: list[list[int | None]] = [[*x.shape] for x in given]
+    for i in sized:
+        sizes[i][0] = None
+    strides = [[*x.stride()] for x in given]
+    return _TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:

@@ -7,6 +7,8 @@ three caches, each with an explicit key and a bound:
   tiles, grids and numbers, which depend on no value and no address, once for all layers of a step.
   Its key is the tensors' shapes, strides and dtypes (`described`), the options, and the environment
   variables that plans depend on. A guard finds the plans of the last calls without making a key.
+  Plans of one *family*, whose calls differ in numbers of tokens and sequences alone, are made
+  without checks.
 - A *kind* is the part of a plan that calls share which differ in sizes alone.
 - A *kernel* is a compiled one that is ready to start (`launcher.py`). Its key is what the kernel is
   compiled for (`compiled_for`). Numbers of tokens, sequences and pages are not in it, so the first
@@ -19,7 +21,7 @@ launchers are known. Elsewhere, and for kernels that need Triton's scratch memor
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 from torch_paged_attn.backends.triton.runtime.compiled import compiled_first
-from torch_paged_attn.backends.triton.runtime.guard import current_device, guard_of
+from torch_paged_attn.backends.triton.runtime.guard import current_device, guard_of, narrowed
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.launcher import (
     HAS_KNOWN_MAPS,
@@ -42,19 +44,15 @@ from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 from torch_paged_attn.lru import LRU
 from torch_paged_attn.ops.repeated import Recent
 
-# how many of an op's last plans a call tries first: layers may alternate, and so may prefill and
-# decode
+# how many of an op's last plans a call tries first, and then families: layers may alternate, and so
+# may prefill and decode
 MOST_RECENT = 4
 MOST_PLANS = 1024
 MOST_KINDS = 256
 MOST_KERNELS = 512
 
 # tensors whose first dimension is a number of tokens, sequences or pages
-SIZED = frozenset(
-    x.name
-    for x in attention_call.arguments("flash_varlen_out")
-    if x.shape.startswith(("`(total_q,", "`(total_k,", "`(batch,)", "`(batch + 1,)"))
-)
+SIZED = frozenset((*attention_call.sizes_of_tensors(), "out")) - {"block_table"}
 
 # scales of these may have as many rows as the cache
 BY_TOKEN = "k_descale", "v_descale"
@@ -76,7 +74,7 @@ _kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
 # what is told of launches that start nothing (`noting`)
 _note: Callable[[Any], bool] | None = None
-# op -> the plans of its last calls, the latest first
+# op -> the plans of its last calls, the latest first, then families
 _recent: dict[str, tuple[tuple[Any, Plan], ...]] = {}
 
 
@@ -102,6 +100,21 @@ def noting(note: Callable[[Any], bool]) -> Iterator[None]:
         _note = None
 
 
+class Resizable(NamedTuple):
+    """What `make_plan` may return: a plan, and what plans calls that differ in sizes alone."""
+
+    plan: Plan
+    sizes: tuple[str | None, ...]
+    """For each given tensor the name of the number that its first dimension follows from; None if
+    that is the same in all calls."""
+    resize: Callable[[tuple[Tensor, ...]], Plan]
+    """Takes the given tensors, and keeps none."""
+
+
+# takes an op's tensors, and options by name
+MakePlan = Callable[..., Plan | Resizable]
+
+
 class Planned:
     """A plan, and a guard that checks faster than a key whether a call fits the plan."""
 
@@ -114,7 +127,7 @@ class Planned:
 
 def call(
     op: str,
-    make_plan: Callable[..., Plan],
+    make_plan: MakePlan,
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
@@ -129,7 +142,7 @@ def call(
 
 def _call(
     op: str,
-    make_plan: Callable[..., Plan],
+    make_plan: MakePlan,
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
@@ -138,7 +151,8 @@ def _call(
         if (found := guard.match(tensors, options)) is not None:
             return plan(*found)
     if is_traced():
-        plan = make_plan(*tensors, **options)
+        made = make_plan(*tensors, **options)
+        plan = made.plan if isinstance(made, Resizable) else made
         return plan if plan is NotImplemented else plan(given(tensors), None)
     first = tensors[0]
     if first is not None and first.is_cuda and first.get_device() != current_device():
@@ -147,11 +161,78 @@ def _call(
     key = op, environment.BATCH_INVARIANT, assumed(), *described(tensors), *options.items()
     planned = _plans.get(key)
     if planned is None:
-        planned = Planned(make_plan(*tensors, **options))
+        made = make_plan(*tensors, **options)
+        if isinstance(made, Resizable):
+            Family(op, make_plan, tensors, options, made).put()
+            made = made.plan
+        planned = Planned(made)
         _plans.put(key, planned)
     _guard(op, planned, tensors, options)
     present = given(tensors)
     return planned.plan(present, [x.data_ptr() for x in present])
+
+
+class Family:
+    """The plan of calls that differ in numbers of tokens and sequences alone. A call is as valid as
+    another one that has been checked if the first dimensions of its tensors are as far apart, so it
+    gets a plan for which less is to be worked out.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        make_plan: MakePlan,
+        tensors: tuple[Tensor | None, ...],
+        options: dict[str, Any],
+        made: Resizable,
+    ) -> None:
+        self._op, self._make_plan, self._options = op, make_plan, options
+        self._are_given = [x is not None for x in tensors]
+        self._sized = [i for i, name in enumerate(made.sizes) if name is not None]
+        names = [made.sizes[i] for i in self._sized]
+        self._firsts = [names.index(name) for name in names]
+        # first dimensions -> guard and plan; how far they are apart -> `resize`
+        self._plans, self._resizes = LRU(MOST_PLANS), LRU(MOST_KINDS)
+        self._keep(self._sizes(given(tensors)), made)
+        self._guard = guard_of(tensors, options, frozenset(self._sized))
+
+    def put(self) -> None:
+        """Have calls try this family after the last plans."""
+        if self._guard is not None:
+            _put_first(self._op, self._guard, self)
+
+    def _sizes(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        return tuple([tensors[i].shape[0] for i in self._sized])
+
+    def _distances(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Of first dimensions that follow from the same number."""
+        firsts = zip(sizes, self._firsts, strict=True)
+        return tuple([size - sizes[first] for size, first in firsts])
+
+    def _keep(self, sizes: tuple[int, ...], made: Resizable) -> None:
+        if 0 not in sizes:
+            self._resizes.put(self._distances(sizes), made.resize)
+
+    def _plan(self, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> Plan:
+        resize = self._resizes.get(self._distances(sizes))
+        if resize is not None and 0 not in sizes:
+            return resize(tensors)
+        rest = iter(tensors)
+        every = [next(rest) if is_given else None for is_given in self._are_given]
+        made = self._make_plan(*every, **self._options)
+        if not isinstance(made, Resizable):
+            return made
+        self._keep(sizes, made)
+        return made.plan
+
+    def __call__(self, tensors: tuple[Any, ...], addresses: Any) -> Any:
+        found = self._plans.get(sizes := self._sizes(tensors))
+        if found is None:
+            plan = self._plan(tensors, sizes)
+            found = narrowed(self._guard, tensors), plan
+            self._plans.put(sizes, found)
+        _put_first(self._op, *found)
+        return found[1](tensors, addresses)
 
 
 class PlannedOp:
@@ -159,7 +240,7 @@ class PlannedOp:
     by name.
     """
 
-    def __init__(self, name: str, make_plan: Callable[..., Plan]) -> None:
+    def __init__(self, name: str, make_plan: MakePlan) -> None:
         self._name, self._make_plan = name, make_plan
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -179,9 +260,16 @@ def _guard(
         guard = planned.guard = guard_of(tensors, options)
         if guard is None:
             return
+    _put_first(op, guard, planned.plan)
+
+
+def _put_first(op: str, guard: Any, plan: Plan) -> None:
+    """Make this plan, or family, the first of them that the next call of the op tries."""
+    recent = [(guard, plan), *[x for x in _recent.get(op, ()) if x[1] is not plan]]
+    plans = [x for x in recent if type(x[1]) is not Family]
+    families = [x for x in recent if type(x[1]) is Family]
     # another thread may be reading the tuple, so it is replaced and not changed
-    others = [x for x in _recent.get(op, ()) if x[1] is not planned.plan]
-    _recent[op] = ((guard, planned.plan), *others[: MOST_RECENT - 1])
+    _recent[op] = (*plans[:MOST_RECENT], *families[:MOST_RECENT])
 
 
 def recent(

@@ -85,6 +85,7 @@ class LaunchKind:
         # which products the compiler fuses with sums differs from row to row
         self._is_fused = not call.is_batch_invariant
         self._first: Launch | None = None
+        self.of_lists: list[Launch] = []
 
     def launch(self, programs: int, sizes: Sizes) -> Launch:
         """A launch of so many programs; it is ready if the first one is."""
@@ -156,6 +157,7 @@ def plan_launches(
             tiles.tile_options_of(options),
             call.q.device,
             tiles.chip_of(call, options) if options.MOST_PARTS else None,
+            kind.of_lists,
         )
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None

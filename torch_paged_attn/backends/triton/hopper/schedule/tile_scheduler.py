@@ -242,9 +242,11 @@ def plan_tile_list(
     options: TileOptions,
     device: torch.device,
     chip: Chip | None = None,
+    like: list[Launch] | None = None,
 ) -> Callable[..., Tensor]:
     """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
-    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut.
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut. `like`
+    keeps the first launch for lists that differ in these sizes alone.
 
     A list is a header (units of work claimed: 0, number of entries), counters, and for each tile or
     piece of one: its sequence, its first token, the sequence's first row and length, its first key
@@ -253,20 +255,25 @@ def plan_tile_list(
     tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
     shape = list_shape(batch, total_q, max_keys, options)
     new_list = Allocation(shape, torch.int32, device)
-    launch = Launch(
-        _tile_order_kernel,
-        (-(-tiles // options.PLACED),),
-        batch=batch,
-        total_q=total_q,
-        max_keys=max_keys,
-        tokens=options.TOKENS,
-        block_n=options.BLOCK_N,
-        chip=chip,
-        OPTIONS=_compiled_for(options),
-        num_warps=4,
-        enable_fp_fusion=options.STRETCH == 0,
-        **dependent_launch(target_of(device).overlaps_launches),
-    )
+    grid = (-(-tiles // options.PLACED),)
+    sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
+    if like:
+        launch = like[0].resized(grid, **sizes)
+    else:
+        launch = Launch(
+            _tile_order_kernel,
+            grid,
+            **sizes,
+            tokens=options.TOKENS,
+            block_n=options.BLOCK_N,
+            chip=chip,
+            OPTIONS=_compiled_for(options),
+            num_warps=4,
+            enable_fp_fusion=options.STRETCH == 0,
+            **dependent_launch(target_of(device).overlaps_launches),
+        )
+    if like is not None and not like:
+        like.append(launch)
 
     def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()
