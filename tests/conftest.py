@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from forks import Forks
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
@@ -92,6 +93,14 @@ def pytest_collection_modifyitems(config, items):
     pairs = list(zip(items, kinds, strict=True))
     config.hook.pytest_deselected(items=[item for item, kind in pairs if kind is not None])
     items[:] = [item for item, kind in pairs if kind is None]
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Runs programs in processes of their own, which have imported torch and nothing else."""
+    forks = Forks("torch")
+    yield forks
+    forks.close()
 
 
 @pytest.hookimpl(wrapper=True)
