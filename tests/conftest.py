@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from forks import Forks
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
@@ -43,7 +44,10 @@ FEWER = {
         "test_attention.py: heads of which no stack fits; test_backward.py too: most fuzzed plans",
     ),
     "tests/packaging": ("test_symbols.py: objects without optimisation",),
-    "tests/integrations": ("test_transformers_growth.py: steps behind the 110th",),
+    "tests/integrations": (
+        "test_transformers_growth.py: steps behind the 110th",
+        "test_transformers_training.py: a compiled decoder of two layers with a bias of positions",
+    ),
 }
 
 
@@ -92,6 +96,14 @@ def pytest_collection_modifyitems(config, items):
     pairs = list(zip(items, kinds, strict=True))
     config.hook.pytest_deselected(items=[item for item, kind in pairs if kind is not None])
     items[:] = [item for item, kind in pairs if kind is None]
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Runs programs in processes of their own, which have imported torch and nothing else."""
+    forks = Forks("torch")
+    yield forks
+    forks.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,17 +1,18 @@
 """What only the CPU backend promises."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from same_bits import assert_same_bits
 from sampling import IS_THOROUGH
 
+import torch_paged_attn
 from torch_paged_attn import explain, flash_varlen, reference
 from torch_paged_attn.reference.philox import dropout_keep
 from torch_paged_attn.testing import (
@@ -25,6 +26,8 @@ from torch_paged_attn.testing import (
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.inputs import cumulative, hostile_gradients
 from torch_paged_attn.testing.problem import Selected
+
+ROOT = str(Path(torch_paged_attn.__file__).parents[1])
 
 
 def test_calls_from_many_threads_do_not_meet():
@@ -58,13 +61,10 @@ print(*(all(map(torch.equal, x, asked)) for x in (default, asked)))
 
 @pytest.mark.any_isa
 @pytest.mark.parametrize("value, same", [("0", "False True"), ("1", "True True")])
-def test_the_environment_asks_for_invariant_bits(value, same):
+def test_the_environment_asks_for_invariant_bits(value, same, programs):
     """Of decode, which has bits of its own otherwise."""
-    env = {**os.environ, "PAGED_ATTN_BATCH_INVARIANT": value}
-    done = subprocess.run(
-        [sys.executable, "-c", INVARIANT], capture_output=True, text=True, env=env, check=True
-    )
-    assert done.stdout.strip() == same
+    printed = programs.run(INVARIANT, ROOT, PAGED_ATTN_BATCH_INVARIANT=value)
+    assert printed.strip() == same
 
 
 def assert_same_bits_on_threads(run, counts):

@@ -1,9 +1,6 @@
 """What `explain` says of a call is what the call does; the log and profiles name the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -186,15 +183,20 @@ print(json.dumps([x.key for x in profile.key_averages()]))
 """
 
 
-def run(setup="", **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-c", PROGRAM.format(setup=setup)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr.splitlines()
+@pytest.fixture
+def run(programs):
+    """Runs the program in a process of its own; returns its ranges and the lines of its log."""
+
+    def run(setup="", **environment):
+        program = PROGRAM.format(setup=setup)
+        status, out, errors = programs.end(program, str(ROOT), **environment)
+        assert status == 0, errors
+        return json.loads(out.splitlines()[-1]), errors.splitlines()
+
+    return run
 
 
-def test_the_log_and_ranges_name_kernels():
+def test_the_log_and_ranges_name_kernels(run):
     setup = "logging.basicConfig(level=logging.INFO, format='%(name)s %(message)s')"
     ranges, log = run(setup, PAGED_ATTN_CPU_ISA="generic", PAGED_ATTN_PROFILE="1")
     kernels = "cpu, generic, products of float32"
@@ -212,7 +214,7 @@ def test_the_log_and_ranges_name_kernels():
     ]
 
 
-def test_nothing_is_logged_or_recorded_by_default():
+def test_nothing_is_logged_or_recorded_by_default(run):
     ranges, log = run()
     assert not any("[" in x for x in ranges) and not any("paged_attn" in x for x in log)
 

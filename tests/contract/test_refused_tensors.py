@@ -1,8 +1,7 @@
 """Kinds of tensors that no operator takes: the errors say which argument, and what to do."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,11 +78,8 @@ print(json.dumps(said))
 """
 
 
-def test_dtensors():
-    command = [sys.executable, "-c", DTENSORS]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+def test_dtensors(programs):
+    said = json.loads(programs.run(DTENSORS, str(Path(torch_paged_attn.__file__).parents[1])))
     assert "import torch_paged_attn.distributed.sharding" in said.pop("rules")
     assert set(said) == {"dense", "cache", "plain"}
     for text in said.values():

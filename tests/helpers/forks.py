@@ -1,7 +1,8 @@
-"""Programs that need a process of their own: forks of one that has imported torch and its compiler,
-which takes three seconds of a core each time.
+"""Programs that need a process of their own: forks of one that has imported torch, and its compiler
+where programs need it, which takes two or three seconds of a core each time.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,33 +12,39 @@ import traceback
 
 
 class Forks:
-    """The process that is forked; it is started with the first program."""
+    """The process that is forked, which imports `module`; it is started with the first program."""
 
-    def __init__(self):
-        self.server = None
+    def __init__(self, module="torch._dynamo"):
+        self.module, self.server = module, None
 
     def run(self, code, *paths, **environment):
         """What a program prints; `paths` come first where it looks for modules."""
+        status, out, errors = self.end(code, *paths, **environment)
+        assert status == 0, out + errors
+        return out
+
+    def end(self, code, *paths, **environment):
+        """The status that a program ends with, which is 1 wherever it is not 0, what it prints,
+        and its errors.
+        """
         if self.server is None:
             # what stands in PYTHONPATH is not for the programs
             without = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-            command = [sys.executable, "-P", __file__]
+            command = [sys.executable, "-P", __file__, self.module]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.server = subprocess.Popen(command, text=True, env=without, **pipes)
         environment = {**os.environ, **environment}
         print(json.dumps([code, paths, environment]), file=self.server.stdin, flush=True)
-        status, out, errors = json.loads(self.server.stdout.readline())
-        assert status == 0, out + errors
-        return out
+        return json.loads(self.server.stdout.readline())
 
     def close(self):
         if self.server is not None:
             self.server.communicate()
 
 
-def serve():
+def serve(module):
     """Answer every line of the input: a program, paths, the environment."""
-    import torch._dynamo  # noqa: F401
+    importlib.import_module(module)
 
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
@@ -49,7 +56,8 @@ def serve():
             _, status = os.waitpid(child, 0)
             out.seek(0)
             errors.seek(0)
-            print(json.dumps([status, out.read(), errors.read()]), flush=True)
+            found = os.waitstatus_to_exitcode(status), out.read(), errors.read()
+            print(json.dumps(found), flush=True)
 
 
 def finished(code, paths, environment):
@@ -62,6 +70,8 @@ def finished(code, paths, environment):
         exec(code, {"__name__": "__main__"})
     except SystemExit as ended:
         status = int(bool(ended.code))
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -71,4 +81,4 @@ def finished(code, paths, environment):
 
 
 if __name__ == "__main__":
-    serve()
+    serve(*sys.argv[1:])

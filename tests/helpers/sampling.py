@@ -260,6 +260,8 @@ SAMPLES: dict[str, Sample] = {
             "write": (),
             "write_every_bfloat16": ("e4m3-0.3",),
             "write_outside": (),
+            # selected/pages/f32 has padding, by the kernel of all other calls
+            "padding_rows": (),
             # one load of scales for all their types, one fold for any number of states
             "hidden_scales": ("vllm/tokens_int8/bf16",),
             "merge_of_many_agrees": ("three", "nine"),

@@ -9,6 +9,7 @@ import model_sizes
 import pytest
 import torch
 import transformers
+from sampling import IS_THOROUGH
 
 from torch_paged_attn import flash_varlen, reference
 from torch_paged_attn.integrations import transformers as paged
@@ -125,7 +126,8 @@ def test_a_bias_of_positions_is_learned(padded, compiled):
         ids = {"input_ids": tokens(3, 13), "decoder_input_ids": tokens(3, LENGTH)}
         return model(**ids, attention_mask=seen if padded else None, use_cache=False)
 
-    assert_trains("T5", T5, translate, compiled)
+    one = {} if IS_THOROUGH or not compiled else {"num_decoder_layers": 1}
+    assert_trains("T5", T5 | one, translate, compiled)
 
 
 @pytest.mark.parametrize("name, window", [("Llama", {}), ("Mistral", {"sliding_window": 4})])

@@ -34,10 +34,21 @@ def sound():
     return _doctor.report()
 
 
-def run(*options, **environment):
-    command = [sys.executable, "-m", "torch_paged_attn", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env)
+PROGRAM = """
+import runpy, sys
+sys.argv[1:] = {options}
+runpy.run_module("torch_paged_attn", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def run(programs):
+    """Runs the program in a process of its own; returns its status, output and errors."""
+
+    def run(*options, **environment):
+        return programs.end(PROGRAM.format(options=[*options]), str(ROOT), **environment)
+
+    return run
 
 
 def test_a_sound_machine_has_no_problem(sound):
@@ -52,7 +63,7 @@ def test_a_sound_machine_has_no_problem(sound):
     assert found["self_test"]["milliseconds"] < 5000  # of a call of microseconds, on a busy machine
 
 
-def test_the_self_test_is_quick():
+def test_the_self_test_is_quick(programs):
     """Its call takes milliseconds, and the comparison imports nothing that takes seconds."""
     program = """
 import sys
@@ -61,10 +72,8 @@ before = set(sys.modules)
 print(_doctor.self_test("cpu")["milliseconds"])
 print(*sorted({"sympy", "jax", "triton", "transformers", "hypothesis"} & set(sys.modules) - before))
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    milliseconds, slow = done.stdout.split("\n")[:2]
-    assert float(milliseconds) < 5000 and not slow, done.stdout + done.stderr
+    milliseconds, slow = programs.run(program, str(ROOT)).split("\n")[:2]
+    assert float(milliseconds) < 5000 and not slow, slow
 
 
 def test_a_reader_may_stop_after_the_verdict():
@@ -74,10 +83,10 @@ def test_a_reader_may_stop_after_the_verdict():
     assert "is ready" in done.stdout and not done.stderr
 
 
-def test_check_fails_without_kernels(tmp_path):
-    done = run("--check", "--json", PAGED_ATTN_LIBRARY=str(tmp_path / "none.so"))
-    known = json.loads(done.stdout)
-    assert done.returncode == 1 and "PAGED_ATTN_LIBRARY names" in known["problems"][0]
+def test_check_fails_without_kernels(tmp_path, run):
+    status, out, _ = run("--check", "--json", PAGED_ATTN_LIBRARY=str(tmp_path / "none.so"))
+    known = json.loads(out)
+    assert status == 1 and "PAGED_ATTN_LIBRARY names" in known["problems"][0]
     assert _doctor.printed(known).startswith("torch_paged_attn 0.1.0 is not ready: PAGED_ATTN_LIB")
 
 
@@ -88,10 +97,10 @@ def test_a_package_without_kernels_says_how_it_was_installed(tmp_path, monkeypat
     assert "installed with PAGED_ATTN_BUILD_CPP=0" in reason and "pip install ." in reason
 
 
-def test_an_instruction_set_that_is_not_here_is_a_problem_and_no_traceback():
-    done = run("--check", PAGED_ATTN_CPU_ISA="z80")
-    assert done.returncode == 1 and not done.stderr, done.stderr
-    assert "is not ready: paged_attn: PAGED_ATTN_CPU_ISA=z80 is not" in done.stdout
+def test_an_instruction_set_that_is_not_here_is_a_problem_and_no_traceback(run):
+    status, out, errors = run("--check", PAGED_ATTN_CPU_ISA="z80")
+    assert status == 1 and not errors, errors
+    assert "is not ready: paged_attn: PAGED_ATTN_CPU_ISA=z80 is not" in out
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch):

@@ -3,10 +3,7 @@
 import ast
 import graphlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,15 +17,13 @@ PACKAGE = Path(torch_paged_attn.__file__).parent
 HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich", "ml_dtypes")
 
 
-def python(code, **environment):
-    """Run code in a fresh interpreter and return what it prints."""
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def python(programs):
+    """Runs code in a fresh process, where torch is imported, and returns what it prints."""
+    return lambda code, **environment: programs.run(code, str(PACKAGE.parent), **environment)
 
 
-def test_import_brings_no_heavy_package():
+def test_import_brings_no_heavy_package(python):
     code = f"""
 import torch, sys
 before = set(sys.modules)
@@ -40,7 +35,7 @@ print(sorted(new & set({HEAVY!r})), 'torch_paged_attn.reference' in sys.modules)
     assert python(code).strip() == "[] False"
 
 
-def test_import_works_where_optional_packages_cannot_be_imported():
+def test_import_works_where_optional_packages_cannot_be_imported(python):
     code = f"""
 import sys
 for name in {HEAVY!r}:
@@ -52,7 +47,7 @@ print('fine')
     assert python(code).strip() == "fine"
 
 
-def test_without_the_library_every_op_says_how_to_get_it():
+def test_without_the_library_every_op_says_how_to_get_it(python):
     code = """
 import torch, torch_paged_attn
 out = torch.zeros(1, 1, 1)
@@ -68,32 +63,31 @@ print(torch_paged_attn.merge_states(*(t.to('meta') for t in (out, lse, out, lse)
     assert "torch.Size([1, 1, 1])" in text  # fakes need no library
 
 
-def test_report():
-    module = [sys.executable, "-m", "torch_paged_attn"]
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    known = json.loads(
-        subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout
-    )
+REPORT = """
+import runpy, sys
+sys.argv[1:] = ["--json"]
+runpy.run_module("torch_paged_attn", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_report(python):
+    known = json.loads(python(REPORT))
     cpu = known["devices"]["cpu"]
     assert cpu["backend"] == "cpu" and "flash_varlen" in cpu["ops"] and cpu["instruction_set"]
     assert known["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     text = printed(known)
     assert "paged_attn::reshape_and_cache.split" in text
 
-    env["PAGED_ATTN_LIBRARY"] = "/nonexistent/_C.abi3.so"
-    known = json.loads(
-        subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout
-    )
+    known = json.loads(python(REPORT, PAGED_ATTN_LIBRARY="/nonexistent/_C.abi3.so"))
     assert "PAGED_ATTN_LIBRARY" in known["devices"]["cpu"]["reason"]
 
 
-def test_an_instruction_set_that_is_not_there_is_a_clear_error():
+def test_an_instruction_set_that_is_not_there_is_a_clear_error(python, programs):
     code = "import torch, torch_paged_attn; print(torch.ops.paged_attn.cpu_isa())"
     assert python(code, PAGED_ATTN_CPU_ISA="generic").strip() == "generic"
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PAGED_ATTN_CPU_ISA": "z80"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 1
-    assert "z80" in done.stderr and torch.ops.paged_attn.cpu_isas() in done.stderr
+    status, _, errors = programs.end(code, str(PACKAGE.parent), PAGED_ATTN_CPU_ISA="z80")
+    assert status == 1
+    assert "z80" in errors and torch.ops.paged_attn.cpu_isas() in errors
 
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments

@@ -1,9 +1,6 @@
 """On a machine without a GPU, what concerns GPUs says so."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +12,15 @@ from torch_paged_attn._doctor import printed
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
-def report(*arguments):
-    command = [sys.executable, "-m", "torch_paged_attn", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(Path(torch_paged_attn.__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, check=True, text=True, env=env).stdout
+REPORT = """
+import runpy, sys
+sys.argv[1:] = ["--json"]
+runpy.run_module("torch_paged_attn", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_report_names_no_backend():
-    known = json.loads(report("--json"))
+def test_report_names_no_backend(programs):
+    known = json.loads(programs.run(REPORT, str(Path(torch_paged_attn.__file__).parents[1])))
     gpu = known["devices"]["cuda / rocm"]
     assert (gpu["backend"], gpu["ops"]) == (None, [])
     assert f"torch {torch.__version__} finds no GPU here" in gpu["reason"]
