@@ -16,7 +16,8 @@ from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshap
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 
-# numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles
+# numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles; of a
+# single decode one kernel is chosen around 12,288 keys alone
 CONTEXTS = (64, 128, 256, 512, 1024, 4096, 12288, 1 << 14, 1 << 16)
 
 # numbers of queries per sequence just above a multiple of the tile: the last tile is nearly empty,

@@ -100,8 +100,8 @@ def _stored_as(
     stored = dtype or torch.get_default_dtype()
     allowed = (*QUANTISED, INT4) if token_scales else (*FLOAT, *QUANTISED)
     if stored not in allowed:
-        came = names((stored,)) if isinstance(stored, torch.dtype) else repr(stored)
-        fail(where, "dtype", came, f'{names(allowed)}, "int4"')
+        given = names((stored,)) if isinstance(stored, torch.dtype) else repr(stored)
+        fail(where, "dtype", given, f'{names(allowed)}, "int4"')
     return stored, token_scales
 
 

@@ -91,7 +91,9 @@ def test_the_ranking_names_the_chosen_way_first():
         ranking = kernels.ranking(call, 0, None)
         assert next(iter(ranking)) == flash_varlen.choose(call).way.name
         times = [x for x in ranking.values() if not isinstance(x, str)]
-        assert times == sorted(times) and len(times) > 3
+        assert times == sorted(times)
+        # of all ways one cannot run the call
+        assert [*ranking][len(times) :] == ["numbered low small"]
         assert set(ranking) == set(ways.ways()["many/d128/b2"])
 
 
