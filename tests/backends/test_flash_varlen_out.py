@@ -16,6 +16,7 @@ NAMES = (
     "llama3_70b_tp8/decode/bf16",
     "llama3_8b/prefill/out_e4m3",
     "deepseek_mla/decode/bf16",
+    "vllm/tokens_int8/bf16",
 )
 CASES = {name: ALL[name] for name in NAMES}
 

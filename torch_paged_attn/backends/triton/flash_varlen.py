@@ -303,8 +303,8 @@ class AttentionOp:
             paths.announce(self._name, "triton", kernel, reason or "")
             because = f", because {reason}" if kernel == "portable" else ""
             logger.debug("%s: %s%s", self._name, SAID[kernel], because)
-        if kernel == "hopper" and not is_traced() and unpacked.unprofitable(call) is None:
-            return unpacked.plan_attention(call, longest)
+        if kernel == "hopper" and not is_traced() and unpacked.unprofitable(call, longest) is None:
+            return unpacked.plan_attention(call)
         if kernel == "hopper":
             return flash_varlen_sm90.plan_attention(call, form=form)
         config, splits = (None, None) if way is None else (way.config, way.splits)

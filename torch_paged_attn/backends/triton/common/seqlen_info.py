@@ -92,6 +92,16 @@ def keys_of(b, lengths, batch, max_keys, IS_PAGED: tl.constexpr):
 
 
 @triton.jit
+def without_left_out(b, query_len, seqused_k_ptr, batch, SKIPS: tl.constexpr):
+    """query_len, and with SKIPS 0 for sequences whose number of keys is negative: another launch
+    computes their rows.
+    """
+    if SKIPS:
+        query_len = tl.where(tl.load(seqused_k_ptr + b, mask=b < batch, other=0) < 0, 0, query_len)
+    return query_len
+
+
+@triton.jit
 def position_of_first(b, query_len, key_len, q_position_ptr, batch):
     """The position of sequence b's first query: q_position[b] if it is given, else key_len -
     query_len, so that the last query is at the last key.

@@ -85,7 +85,8 @@ class LaunchKind:
         # which products the compiler fuses with sums differs from row to row
         self._is_fused = not call.is_batch_invariant
         self._first: Launch | None = None
-        self.of_lists: list[Launch] = []
+        # the first launch that lists tiles: of all sequences, and of some
+        self.lists: tuple[list[Launch], list[Launch]] = [], []
 
     def launch(self, programs: int, sizes: Sizes) -> Launch:
         """A launch of so many programs; it is ready if the first one is."""
@@ -140,9 +141,11 @@ def plan_launches(
     out: Tensor | None,
     config: HopperConfig | None = None,
     form: Form = FORM,
+    skips: bool = False,
 ) -> Callable[..., None]:
     """A plan that is given where the results go: tensors like `out` and its lse, or if that is None
-    contiguous tensors of their own.
+    contiguous tensors of their own. With `skips`, tiles are listed, and sequences with a negative
+    number of keys have none: another launch writes their rows.
     """
     chosen, packed_heads = choices.choose_tiles(call, form)
     kind = _kind_of_launches(call, out, config or chosen, packed_heads, form)
@@ -154,10 +157,10 @@ def plan_launches(
     if options.IS_LISTED:
         list_tiles = plan_tile_list(
             *tiles.sizes_of_list(call),
-            tiles.tile_options_of(options),
+            tiles.tile_options_of(options, skips),
             call.q.device,
             tiles.chip_of(call, options) if options.MOST_PARTS else None,
-            kind.of_lists,
+            kind.lists[skips],
         )
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None

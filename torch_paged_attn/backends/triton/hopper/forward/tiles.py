@@ -331,8 +331,8 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     )
 
 
-def tile_options_of(options: Options) -> TileOptions:
-    """What the kernel that lists the tiles is compiled for."""
+def tile_options_of(options: Options, skips: bool = False) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for. `skips`: see `plan.plan_launches`."""
     return TileOptions(
         IS_PAGED=options.PAGE_SIZE != 0 or options.IS_ROWS,
         IS_CAUSAL=options.IS_CAUSAL,
@@ -342,6 +342,7 @@ def tile_options_of(options: Options) -> TileOptions:
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
         STRETCH=options.STRETCH,
+        SKIPS=skips,
         **({} if options.MOST_PARTS else UNCUT),
     )
 

@@ -33,9 +33,13 @@ class Numbered(NamedTuple):
 
 @gluon.jit
 def numbers_of_tiles(params, OPTIONS: gl.constexpr):
-    """How many numbers there are: what `num_tiles` of `seqlen_info.py` says."""
+    """How many numbers there are: what `num_tiles` of `seqlen_info.py` says or, without rows past
+    the last sequence, fewer. Those of no tile would be a turn of some programs, which then have one
+    tile less than others."""
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    return params.sizes.total_q // STEP + params.sizes.batch + 1
+    total_q, batch = params.sizes.total_q, params.sizes.batch
+    has_padding = gl.load(params.pointers.cu_seqlens_q + batch) < total_q
+    return gl.where(has_padding, total_q // STEP + batch + 1, (total_q - 1) // STEP + batch)
 
 
 @gluon.jit

@@ -11,7 +11,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.seqlen_info import keys_of, query_span
+from torch_paged_attn.backends.triton.common.seqlen_info import (
+    keys_of,
+    query_span,
+    without_left_out,
+)
 from torch_paged_attn.backends.triton.hopper.schedule.stretches import stretch_of
 
 # how many numbers of pieces are tried for the longest tile
@@ -83,6 +87,7 @@ def _lengths_of(b, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     """Queries, none past the last sequence, and keys."""
     first_row, last_row = query_span(b, lengths[0], batch, total_q)
     query_len = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
+    query_len = without_left_out(b, query_len, lengths[2], batch, OPTIONS.SKIPS)
     _, key_len = keys_of(b, lengths, batch, max_keys, OPTIONS.IS_PAGED)
     return tl.where(b < batch, tl.maximum(query_len, 0), 0), key_len
 

@@ -19,6 +19,7 @@ from torch_paged_attn.backends.triton.common.seqlen_info import (
     num_tiles,
     position_of_first,
     query_span,
+    without_left_out,
 )
 from torch_paged_attn.backends.triton.hopper.schedule.piece_plan import (
     Chip,
@@ -59,6 +60,7 @@ class TileOptions(NamedTuple):
     STARTS: int = 32
     WEIGHED: int = 16
     STRETCH: int = 0  # keys of the shortest piece, if pieces are stretches: see `stretches.py`
+    SKIPS: bool = False  # sequences with a negative number of keys have no tiles
 
 
 # what is looked at at a time where no tile is cut
@@ -92,6 +94,7 @@ def _spans_of(other, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     first_row, last_row = query_span(other, lengths[0], batch, total_q)
     length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
     length = tl.where(other <= batch, tl.maximum(length, 0), 0)
+    length = without_left_out(other, length, lengths[2], batch, OPTIONS.SKIPS)
     _, keys = keys_of(other, lengths, batch, max_keys, OPTIONS.IS_PAGED)
     context_len = position_of_first(other, length, keys, lengths[4], batch)
     missing = _missing_tokens(context_len, OPTIONS.TOKENS, OPTIONS.IS_ALIGNED)
@@ -144,6 +147,7 @@ def _tile_order_kernel(
     # rows nobody checked must not lead outside the tensors
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
     query_len = tl.maximum(q_stop - q_start, 0)
+    query_len = without_left_out(b, query_len, lengths[2], batch, OPTIONS.SKIPS)
     k_start, key_len = keys_of(b, lengths, batch, max_keys, IS_PAGED)
     context_len = position_of_first(b, query_len, key_len, lengths[4], batch)
     missing = _missing_tokens(context_len, OPTIONS.TOKENS, IS_ALIGNED)

@@ -168,3 +168,4 @@ class Options(NamedTuple):
     IS_PRECISE: bool  # float32: sums are short (see CHAIN), and functions are not approximate
     BLOCK_M: int
     BLOCK_N: int
+    SKIPS: bool = False  # sequences with a negative number of keys are another launch's

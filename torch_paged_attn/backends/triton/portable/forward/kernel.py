@@ -32,7 +32,7 @@ def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.c
     # the last tiles of a causal sequence see the most keys: they start first
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
-    sequence = sequence_at(b, lengths, sizes, OPTIONS)
+    sequence = sequence_at(b, lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     tile = tile_at(place, tl.program_id(1), sequence, OPTIONS)
     if tile.first_token < tile.query_len:
         # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
@@ -53,7 +53,7 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
     need not search for its sequence, and programs that run at the same time read neighbouring heads
     of the same tokens.
     """
-    sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS)
+    sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     place = tl.program_id(1)
     while place * OPTIONS.TOKENS < sequence.query_len:
         attend_tile(

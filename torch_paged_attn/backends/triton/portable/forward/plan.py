@@ -3,6 +3,7 @@
 Grids, splits and scratch memory are chosen from shapes; no tensor value is read.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.portable.common import groups
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.forward import arguments
@@ -80,6 +82,19 @@ def plan_attention(
     return kind.plan(call, tiles)
 
 
+def plan_few(call: AttentionCall) -> Callable[..., None]:
+    """A plan for the sequences of few queries of a batch whose others have a negative number of
+    keys: another launch writes their rows. It is given where the results go.
+    """
+    kind = kind_of(call, Kind)
+    # most are decodes, for which tiles of one query are twice as fast
+    tiles = choose_tiles(kind.traits, call.batch, call.batch, key_bound(call))
+    if not tiles.is_split:
+        grid = num_tiles(call.total_q, call.batch, tiles.tokens, tiles.gap), tiles.grid[1]
+        tiles = dataclasses.replace(tiles, grid=grid)
+    return kind.start(call, tiles, skips=True)[0]
+
+
 class Kind:
     """What calls share that differ in sizes only: traits, and launches for each kind of tiles."""
 
@@ -91,35 +106,48 @@ class Kind:
 
     def plan(self, call: AttentionCall, tiles: Tiles) -> Plan:
         """The plan for a call of this kind."""
-        kind, launch, scratch = self._launch(call, tiles)
+        start, kind = self.start(call, tiles)
         new_out, new_lse = kind.results(call.total_q)
-        sizes, pick = arguments.sizes(call), kind.pick
         has_out = call.out is not None
 
         def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
             out, lse = tensors[-1] if has_out else new_out(), new_lse()
+            start(tensors, addresses, out, lse)
+            return out, lse
+
+        return run
+
+    def start(
+        self, call: AttentionCall, tiles: Tiles, skips: bool = False
+    ) -> "tuple[Callable[..., None], LaunchKind]":
+        """The plan for a call of this kind that is given where the results go, and what launches
+        with these tiles share. `skips`: see `plan_few`.
+        """
+        kind, launch, scratch = self._launch(call, tiles, skips)
+        sizes, pick = arguments.sizes(call), kind.pick
+
+        def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
             held = None if scratch is None else scratch()
             if launch.is_ready:
                 shared = (None, None) if held is None else held.addresses
                 launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))
-                return out, lse
+                return
             memory = (None, None) if held is None else (held.parts, held.counters)
             pointers = kind.pointers((*tensors, out, lse, *memory, None))
             if is_traced():
                 kind.launch_in_graph(pointers, tiles.grid, sizes)
             else:
                 launch(pointers)
-            return out, lse
 
-        return run
+        return start, kind
 
     def _launch(
-        self, call: AttentionCall, tiles: Tiles
+        self, call: AttentionCall, tiles: Tiles, skips: bool = False
     ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
         """What launches with these tiles share, the launch of this call, and its scratch memory."""
-        kind = self._launches.get(key := tiles.of_kernel())
+        kind = self._launches.get(key := (skips, *tiles.of_kernel()))
         if kind is None:
-            kind = self._launches[key] = LaunchKind(call, tiles, self.target)
+            kind = self._launches[key] = LaunchKind(call, tiles, self.target, skips)
             launch = kind.launch
         else:
             launch = kind.launch.resized(tiles.grid, **arguments.sizes(call)._asdict())
@@ -135,7 +163,7 @@ class LaunchKind:
     which the object was made.
     """
 
-    def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
+    def __init__(self, call: AttentionCall, tiles: Tiles, target: Target, skips: bool) -> None:
         formats = formats_of(call, target, tiles.is_paired)
         out, lse = call.new_results()
         pointers = arguments.pointers(call, formats, target, (out, lse), (None, None))
@@ -145,7 +173,7 @@ class LaunchKind:
         self.pick = _picker(list(call.given_tensors()), ["parts", "counters"], pointers)
         self._strides = arguments.strides(call, pointers)
         self._scalars = arguments.scalars(call, formats, tiles)
-        self._options = arguments.options(call, formats, tiles, target)
+        self._options = arguments.options(call, formats, tiles, target)._replace(SKIPS=skips)
         self._of_compiler = arguments.compiler_options(tiles, target)
         self.launch = Launch(
             _attention_fwd_kernel,

@@ -13,15 +13,17 @@ from torch_paged_attn.backends.triton.common.seqlen_info import (
     key_span,
     position_of_first,
     query_span,
+    without_left_out,
 )
 from torch_paged_attn.backends.triton.portable.common.key_positions import keys_before
 from torch_paged_attn.backends.triton.portable.common.named import named
 
 
 @triton.jit
-def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
+def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr, SKIPS: tl.constexpr = False):
     """Of sequences b: the first row and the number of queries, the position of the first query
-    (`past`), and the first row and the number of keys. `lengths` holds the pointers to read.
+    (`past`), and the first row and the number of keys. `lengths` holds the pointers to read. With
+    SKIPS, sequences that are left out have no queries.
     """
     q_start, q_stop = query_span(b, lengths.cu_seqlens_q, sizes.batch, sizes.total_q)
     k_start, key_len = key_span(
@@ -29,6 +31,7 @@ def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
         sizes.max_keys, OPTIONS.IS_PAGED, lengths.k_start,
     )  # fmt: skip
     query_len = tl.maximum(q_stop - q_start, 0)
+    query_len = without_left_out(b, query_len, lengths.seqused_k, sizes.batch, SKIPS)
     past = position_of_first(b, query_len, key_len, lengths.q_position, sizes.batch)
     return named("b q_start query_len past k_start key_len")(
         b=b,
@@ -49,7 +52,7 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
     left = scalars.left
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
-    sequence = sequence_at(b, lengths, sizes, OPTIONS)
+    sequence = sequence_at(b, lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     query_len, key_len = sequence.query_len, sequence.key_len
     lead = (sequence.past & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
