@@ -56,9 +56,10 @@ WAYS = {
     "many/d128/b2": ["portable whole", "numbered low small", "numbered small", "numbered tall",
                      "cut divided", "cut tall"],
     "many/d256/b2": ["numbered low", "numbered tall", "listed tall", "cut low", "cut tall"],
-    "many/d64/b1": ["portable whole", "numbered tall", "listed tall", "cut tall"],
+    "many/d64/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut tall",
+                    "unpacked"],
     "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut low large"],
+                     "cut low large", "unpacked"],
     "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
 
@@ -68,6 +69,7 @@ PRIOR = {
     "few portable": Costs(6.0, 0.02, 0.5, 0.5, 0.1, 0.3, 0.1, 1.15, 1.0, 0.15, 3.0, 1.0, 0.0),
     "few hopper": Costs(5.0, 0.35, 0.9, 0.02, 0.02, 0.02, 0.3, 1.1, 2.0, 0.1, 2.0, 1.0, 0.0),
     "many portable": Costs(4.0, 0.1, 1.5, 0.5, NONE, 1.0, 0.3, 1.15, 2.0, 0.3, 1.0, 0.3, 0.0),
+    "many unpacked": Costs(25.0, 0.3, 2.0, NONE, NONE, NONE, 1.5, 1.5, 2.0, 0.3, 1.0, NONE, 0.0),
     "many hopper": Costs(5.0, 0.3, 0.9, 0.05, NONE, NONE, 0.3, 1.1, 2.0, 0.3, 1.0, 0.3, 0.0),
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
@@ -110,6 +112,7 @@ def cases_of(rows: list[Row]) -> list[Case]:
 def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Costs:
     """The costs of a way, from cases of its kind. `like`: those of a way that differs little."""
     which = "portable" if ways.is_portable(way) else "hopper"
+    which = way if way == ways.UNPACKED else which
     prior = like or PRIOR[f"{kind.partition('/')[0]} {which}"]
     weight = PRIOR_WEIGHT if like is None else LIKE_WEIGHT
     start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])

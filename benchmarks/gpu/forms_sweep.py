@@ -29,7 +29,8 @@ import torch
 from draws import KINDS, Step, draw_steps
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.dispatch import kernels
+from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
+from torch_paged_attn.backends.triton.dispatch.cost_model import UNPACKED
 from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
@@ -112,7 +113,8 @@ def plans_of(step: Step) -> Plans:
     if step.kind in ("decode", "speculation"):
         return _of_few_queries(step, width, group)
     names = [f"{x} {tiles}" for x in ("numbered", "listed", "cut") for tiles in TILES]
-    return {x: on_hopper(kernels.named(x).form) for x in names} | {"portable whole": by_whole_tiles}
+    found: Plans = {x: on_hopper(kernels.named(x).form) for x in names}
+    return found | {"portable whole": by_whole_tiles, UNPACKED: unpacked.plan_attention}
 
 
 def _of_encoders(width: int, turns: Form) -> Plans:

@@ -109,6 +109,10 @@ def test_unsupported(changes, word):
     assert word in unsupported(dataclasses.replace(SHAPES[0], **changes))
 
 
+# whose keys a call of many queries copies in 16 bits
+COPIED = ("tokens_int8", "tokens_int4")
+
+
 @pytest.mark.parametrize(
     "seqs, kernels", [(((3000, 0),), "hopper"), (((1, 3000),) * 40, "portable")]
 )
@@ -116,7 +120,10 @@ def test_unsupported(changes, word):
 def test_prefill_takes_this_kernel(name, seqs, kernels):
     problem = dataclasses.replace(BY_NAME[name], seqs=seqs, num_heads=8)
     with assume(HOPPER):
-        assert flash_varlen.choose(hopper_call(problem), max(x for x, _ in seqs)).kernel == kernels
+        found = flash_varlen.choose(hopper_call(problem), max(x for x, _ in seqs)).kernel
+    assert found == (
+        f"{kernels} and portable" if name in COPIED and kernels == "hopper" else kernels
+    )
 
 
 def compile_for_hopper(problem):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, arguments, sizes_of_tensors
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
+from torch_paged_attn.backends.triton.dispatch.cost_model import UNPACKED
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward import plan as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper.forward.choices import FORM, Form
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 SAID = {
     "hopper latent": "the Hopper kernel for latent attention",
     "hopper": "the Hopper kernel",
+    "hopper and portable": "the Hopper kernel over copied keys and the portable kernel",
     "portable": "the portable kernel",
 }
 
@@ -104,8 +106,8 @@ def unsupported_latent(call: AttentionCall) -> str | None:
 
 
 class Choice(NamedTuple):
-    """The kernel that runs a call: `"hopper latent"`, `"hopper"` or `"portable"`; why, if it is not
-    `"hopper"`; and how it runs it.
+    """The kernel that runs a call: `"hopper latent"`, `"hopper"`, `"portable"`, or some sequences
+    each, `"hopper and portable"`; why, if it is not `"hopper"`; and how it runs it.
     """
 
     kernel: str
@@ -121,6 +123,9 @@ def choose(call: AttentionCall, longest: int = 0) -> Choice:
         return Choice("hopper latent")
     reason = unsupported_on_hopper(call)
     if (way := kernels.way_of(call, longest, reason)) is not None:
+        if way.name == UNPACKED:
+            reason = "keys of sequences of many queries are copied in 16 bits"
+            return Choice("hopper and portable", reason, way=way)
         if way.form is not None:
             return Choice("hopper", None, way.form, way)
         return Choice("portable", reason or "it takes the least time, as estimated", way=way)
@@ -303,7 +308,7 @@ class AttentionOp:
             paths.announce(self._name, "triton", kernel, reason or "")
             because = f", because {reason}" if kernel == "portable" else ""
             logger.debug("%s: %s%s", self._name, SAID[kernel], because)
-        if kernel == "hopper" and not is_traced() and unpacked.unprofitable(call, longest) is None:
+        if kernel == "hopper and portable":
             return unpacked.plan_attention(call)
         if kernel == "hopper":
             return flash_varlen_sm90.plan_attention(call, form=form)

@@ -34,6 +34,13 @@ HOPPER_KEYS = 128
 SHARED_GAIN = 16
 # keys of a tile that the cost of one refers to, where tiles have any number
 TILE_KEYS = 128
+# the way of `unpacked.py`, and bytes of a number of a copied key, which is written and read
+UNPACKED, COPIED_BYTES = "unpacked", 4
+# a factor on the time of a tile of keys that are converted, with scales by token: 31 decodes and a
+# chunk of 512 took 945 us on an H200, and 500 with scales by head
+APART = 1.7
+# rows of queries of a KV head from which on keys are copied
+LEAST_ROWS = 32
 # the smallest piece of a tile, in tiles of keys
 LEAST_PIECE = 1.5
 # the fewest keys of a sequence in a guess of lengths
@@ -69,6 +76,7 @@ class Shape(NamedTuple):
     columns: int  # of a result's row
     # the ways that can run it, each with its tiles if queries are many
     tiles: tuple[tuple[str, Tile | None], ...]
+    is_apart: bool = False  # scales are by token, or keys int4
 
     @property
     def is_few(self) -> bool:
@@ -100,7 +108,9 @@ class Costs(NamedTuple):
     load: float  # a factor on `unit`, less one, where programs are as many as run at a time
     odd: float  # the same, where rows of a tile are no power of two
     tall: float  # the same, where they are more than eight; of many queries, for each 64 rows
-    copied: float  # the same, where pages are so small that rows are loaded one by one
+    # the same, where pages are so small that rows are loaded one by one; if UNPACKED, a factor on
+    # the time in which keys are copied
+    copied: float
     memory: float  # a factor on the time in which memory is read
     first_part: float  # a tile of queries whose keys several programs share
     part: float  # each further one of them, for 8 rows (portable) or 32 (Hopper's)
@@ -127,6 +137,11 @@ def parse(way: str) -> Config:
     numbers, _, merging = way.removeprefix("portable ").partition(" ")
     keys, warps, stages, resident = map(int, numbers.split("/"))
     return Config(16, keys, warps, stages, resident=resident, is_merged_by_all=merging == "all")
+
+
+def least_queries(group_size: int) -> int:
+    """Queries of a sequence from which on `unpacked.py` copies its keys."""
+    return max(LEAST_ROWS // group_size, 2)
 
 
 def is_portable(way: str) -> bool:
@@ -195,10 +210,15 @@ def estimate(
     bandwidth: float = BANDWIDTH,
 ) -> float:
     """Microseconds of a launch. `bandwidth`: bytes in a microsecond."""
+    tile = dict(shape.tiles)[way]
+    if way == UNPACKED:
+        assert tile is not None
+        return _estimate_unpacked(costs, tile, shape, guess, bandwidth)
     unit = costs.unit * (1.0 + costs.copied * shape.is_copied)
-    if (tile := dict(shape.tiles)[way]) is not None:
+    if tile is not None:
         unit *= tile.keys / TILE_KEYS * (1.0 + costs.tall * tile.rows / 64)
         unit *= 1.0 + costs.window * (shape.window >= 0)
+        unit *= APART if shape.is_apart else 1.0
         division = _divide_tiles(way, tile, shape, guess)
     else:
         rows = next_power_of_2(shape.rows)
@@ -214,6 +234,27 @@ def estimate(
     beginning += costs.tile * division.tiles
     beginning += costs.window * (shape.window >= 0 and shape.is_few)
     return beginning + max(division.units * unit, memory) + merging
+
+
+def _estimate_unpacked(
+    costs: Costs, tile: Tile, shape: Shape, guess: tuple[Lengths, ...], bandwidth: float
+) -> float:
+    """Keys of sequences of many queries are copied, and Hopper's kernel runs over the copies; the
+    others' queries each read their keys."""
+    least = least_queries(shape.group_size)
+    many = tuple(x for x in guess if x.queries >= least)
+    copied = sum(x.sequences * x.mean for x in many)
+    read = sum(x.sequences * x.mean * x.queries for x in guess if x.queries < least)
+    per_key = shape.num_kv_heads / bandwidth
+    size = shape.key_bytes + 2 * shape.columns * COPIED_BYTES
+    time = costs.start + costs.per_doubling * math.log2(1 + shape.batch)
+    time += per_key * (costs.copied * copied * size + costs.memory * read * shape.key_bytes)
+    if not many:
+        return time
+    division = _divide_tiles("cut", tile, shape, many)
+    time += costs.tile * division.tiles + costs.unit * division.units
+    merging = costs.first_part * min(division.parts, 1.0)
+    return time + merging + costs.part * division.parts * division.rows
 
 
 def _seen(keys: float, queries: float, shape: Shape) -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dispatch import cost_model as ways
+from torch_paged_attn.backends.triton.dispatch import unpacked
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward import choices
 from torch_paged_attn.backends.triton.hopper.forward.choices import Form
@@ -44,8 +45,8 @@ SCHEDULES = {
 
 
 class Way(NamedTuple):
-    """How to run a call: by Hopper's kernel in a form, or by the portable one, with a config and
-    splits of its own or those of its tables.
+    """How to run a call: by Hopper's kernel in a form; by the portable one, with a config and
+    splits of its own or those of its tables; or by both, if it is named UNPACKED.
     """
 
     name: str
@@ -169,7 +170,9 @@ def reasons(call: AttentionCall, sizes: Sizes, reason: str | None) -> dict[str, 
     on_hopper = kind_of(call, _tiles_on_hopper)
     found: dict[str, str | None] = {}
     for name in ways.ways().get(kind_of_ways(call, sizes), {}):
-        if ways.is_portable(name):
+        if name == ways.UNPACKED:
+            found[name] = reason or unpacked.unsupported(call)
+        elif ways.is_portable(name):
             found[name] = of_portable
         else:
             tile = on_hopper[name]
@@ -181,7 +184,8 @@ def _tiles_on_hopper(call: AttentionCall) -> dict[str, ways.Tile | str]:
     """The tiles of each way of Hopper's kernel, or why a call with keys in pages cannot have
     them."""
     found: dict[str, ways.Tile | str] = {}
-    for name in {x for of in ways.ways().values() for x in of if not ways.is_portable(x)}:
+    names = {x for of in ways.ways().values() for x in of if not ways.is_portable(x)}
+    for name in names - {ways.UNPACKED}:
         why = choices.unsupported_tiles(call, form := _form(name))
         if why is not None:
             found[name] = why
@@ -204,7 +208,9 @@ def _portable_tiles(call: AttentionCall, sizes: Sizes) -> ways.Tile:
 
 def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> ways.Shape:
     """What an estimate goes by, for the ways that `why` has no reason against."""
-    on_hopper, tiles = kind_of(call, _tiles_on_hopper), []
+    on_hopper, tiles = dict(kind_of(call, _tiles_on_hopper)), []
+    # over 16-bit keys, tiles are as large
+    on_hopper[ways.UNPACKED] = on_hopper.get(f"listed {unpacked.OVER_COPIES.tiles}", "")
     for name in (x for x in why if why[x] is None):
         if sizes.is_few:
             tile = None
@@ -224,11 +230,14 @@ def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> w
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
         tiles=tuple(tiles),
+        is_apart=portable.has_numbers_apart(call),
     )
 
 
 def named(name: str) -> Way:
     """The way of a name."""
+    if name == ways.UNPACKED:
+        return Way(name, None)
     if name == "portable whole":
         return Way(name, None, splits=SplitPlan())
     if name == "portable split":

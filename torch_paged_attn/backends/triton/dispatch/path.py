@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.dispatch import kernels
+from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
 from torch_paged_attn.backends.triton.flash_varlen import (
     Choice,
     choose,
@@ -163,6 +163,10 @@ def _attention(call: AttentionCall) -> Path:
         details["hopper"], workspace = _latent(call)
         reason = "one KV head whose values are columns of its keys; elsewhere, portable"
         return Path("triton", choice.kernel, reason, details, workspace)
+    if choice.kernel == "hopper and portable":
+        details["workspace_keys"] = unpacked.capacity_of(call)
+        workspace = unpacked.capacity_of(call) * unpacked.bytes_of_key(call)
+        return Path("triton", choice.kernel, choice.reason or "", details, workspace)
     if choice.kernel == "hopper":
         details["hopper"], workspace = _hopper(call, choice.form)
         # the size of the lists of blocks is not known here

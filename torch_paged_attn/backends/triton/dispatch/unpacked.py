@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
+from torch_paged_attn.backends.triton.dispatch.cost_model import least_queries
 from torch_paged_attn.backends.triton.dispatch.unpack_kernel import (
     Unpacked,
     UnpackStrides,
@@ -38,19 +39,12 @@ MOST_BYTES = 512 << 20
 # multiprocessor
 BLOCK, WIDTH, WARPS, RESIDENT = 64, 256, 4, 8
 
-# rows of queries of a KV head from which on keys are copied
-LEAST_ROWS = 32
-# the same of the mean sequence, where scales are by head: keys are converted faster then
-LEAST_ROWS_BY_HEAD = 8192
-
 # tiles of both launches over 16-bit and over 8-bit keys
 OVER_COPIES, OVER_CACHE = Form(is_cut=True, tiles="tall"), Form(tiles="tall")
 
 
-def unprofitable(call: AttentionCall, longest: int = 0) -> str | None:
-    """Why a call that Hopper's kernel can take is better not unpacked, or cannot be; None if it is
-    to be. `longest`: the hint max_seqlen_q, or 0.
-    """
+def unsupported(call: AttentionCall) -> str | None:
+    """Why a call that Hopper's kernel can take cannot be unpacked, or never should be."""
     if not support.converts(call) or support.is_float8(call) or call.q.dtype != torch.bfloat16:
         return "nothing is converted to bfloat16"
     if call.block_table is None or has_rows(call) or call.layout is not None:
@@ -64,18 +58,10 @@ def unprofitable(call: AttentionCall, longest: int = 0) -> str | None:
     by_token = is_by_token(call.k_descale, call.batch)
     if by_token != is_by_token(call.v_descale, call.batch):
         return "keys and values have other scales"
-    least, most = least_queries(call), call.total_q - call.batch + 1
-    if most < least or 0 < longest < least:
-        return "queries are few"
-    if not by_token and support.mean_length(call) * call.group_size < LEAST_ROWS_BY_HEAD:
+    if call.total_q - call.batch + 1 < least_queries(call.group_size):
         return "queries are few"
     is_room = support.key_bound(call) * bytes_of_key(call) <= 2 * MOST_BYTES
     return None if is_room else "the block table has room for too many keys"
-
-
-def least_queries(call: AttentionCall) -> int:
-    """Queries of a sequence from which on its keys are copied."""
-    return max(LEAST_ROWS // call.group_size, 2)
 
 
 def bytes_of_key(call: AttentionCall) -> int:
@@ -140,7 +126,7 @@ def _plan_unpacking(call: AttentionCall, capacity: int) -> Launch:
         DIM_V=call.head_dim_v,
         FORMAT="INT4" if is_int4(call.k) else stored_format(call.k.dtype, target),
         BY_TOKEN=is_by_token(call.k_descale, call.batch),
-        LEAST=least_queries(call),
+        LEAST=least_queries(call.group_size),
         BLOCK=BLOCK,
         WIDTH=WIDTH,
         num_warps=WARPS,
