@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-# the internals of others have not been read
+# the internals of others, which may lack some, have not been read: they are used as they are
 IS_KNOWN = triton.__version__.startswith("3.6.")
 
-_patch_lang, _np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+_patch_lang: Any = getattr(interpreter, "_patch_lang", None)
+_np_dtype: Any = getattr(interpreter, "_get_np_dtype", None)
 # the interpreter looks for the language in the globals of a function
 _LANGUAGE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
@@ -38,7 +39,9 @@ def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise interpreter.InterpreterError(repr(error)) from error
 
 
-_of_scalar = functools.cache(_np_dtype)
+@functools.cache
+def _of_scalar(dtype: Any) -> Any:
+    return _np_dtype(dtype)
 
 
 def np_dtype(dtype: Any) -> Any:
@@ -68,7 +71,7 @@ CHANGES: tuple[tuple[Any, str, Any], ...] = (
     (interpreter.InterpretedFunction, "__call__", call),
     (tl.tuple_type, "__init__", init),
 )
-ORIGINALS = tuple((owner, name, getattr(owner, name)) for owner, name, _ in CHANGES)
+ORIGINALS = tuple((owner, name, getattr(owner, name, None)) for owner, name, _ in CHANGES)
 
 
 def use() -> None:
