@@ -1,8 +1,6 @@
 """What only the CPU backend promises."""
 
 import dataclasses
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,7 +157,7 @@ def test_an_infinity_stays_in_its_dim_and_head(kv_dtype):
         torch.set_num_threads(threads)
 
 
-def test_workspace_does_not_grow_with_queries_times_keys():
+def test_workspace_does_not_grow_with_queries_times_keys(programs):
     # scores of 12,000 x 12,000 would be 549 MiB; a peak is that of a whole process
     code = """
 import resource, torch, torch_paged_attn
@@ -172,8 +170,8 @@ before = peak()
 run(12000)
 print(peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 64, f"{done.stdout} MiB"
+    grown = programs.run(code, ROOT)
+    assert float(grown) < 64, f"{grown} MiB"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,16 +193,9 @@ def test_dropout_keeps_what_the_reference_keeps(dtype):
         assert torch.equal(out[bounds[b] : bounds[b + 1]].transpose(0, 1) > 0, kept & seen)
 
 
-def in_a_process(code):
-    """What the code prints, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr or f"signal {-done.returncode} after {done.stdout}"
-    return done.stdout
-
-
 @pytest.mark.any_isa
-def test_a_refused_call_leaves_no_memory_behind():
-    grown = in_a_process("""
+def test_a_refused_call_leaves_no_memory_behind(programs):
+    code = """
 import torch
 from torch_paged_attn import flash_varlen, reference
 def memory():
@@ -224,13 +215,13 @@ refused(2000)
 before = memory()
 refused(5000)
 print(memory() - before)
-""")
-    assert int(grown) < 5000 * 32
+"""
+    assert int(programs.run(code, ROOT)) < 5000 * 32
 
 
 @pytest.mark.any_isa
-def test_texts_of_the_kernels_leave_no_memory_behind():
-    grown = in_a_process("""
+def test_texts_of_the_kernels_leave_no_memory_behind(programs):
+    code = """
 import torch, torch_paged_attn
 def memory():
     with open("/proc/self/statm") as f:
@@ -244,14 +235,14 @@ assert name in all_names.split() and not {name} & {line.split()[0] for line in m
 before = memory()
 asked(200_000)
 print(memory() - before)
-""")
-    assert int(grown) < 200_000 * 4
+"""
+    assert int(programs.run(code, ROOT)) < 200_000 * 4
 
 
 @pytest.mark.any_isa
-def test_a_large_call_does_not_keep_its_memory():
+def test_a_large_call_does_not_keep_its_memory(programs):
     """96 MB of partial results: 6000 splits of 1024 keys under 16 heads of 256."""
-    kept = in_a_process("""
+    code = """
 import torch
 from torch_paged_attn import flash_varlen
 def memory():
@@ -267,8 +258,8 @@ decode(1, 4096)
 before = memory()
 decode(192, 32 * 1024)
 print(memory() - before)
-""")
-    assert int(kept) < 48 << 20
+"""
+    assert int(programs.run(code, ROOT)) < 48 << 20
 
 
 # how many seconds a call is tried beside a writer
@@ -286,8 +277,8 @@ RACES = {
 }
 
 
-def test_metadata_written_during_a_call_leads_nowhere_else():
-    in_a_process(f"""
+def test_metadata_written_during_a_call_leads_nowhere_else(programs):
+    code = f"""
 import threading, time, torch
 from torch_paged_attn import blocksparse, flash_varlen, reshape_and_cache
 batch = 48
@@ -328,7 +319,8 @@ def race(call, written, values):
 for name, (call, tensor, values) in {RACES}.items():
     print(name, flush=True)
     race(lambda: eval(call), eval(tensor), values)
-""")
+"""
+    programs.run(code, ROOT)
 
 
 # what a mask may hold for a key that is not to be seen; -inf alone hides it from a row of such keys

@@ -27,6 +27,11 @@ def every_row(step: int, rows: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [x if i % step == 0 else left_out(*x) for i, x in enumerate(rows)]
 
 
+def some(cases: Iterable[Any], *sampled: Any) -> list[Any]:
+    """With `--sample`, these of the cases."""
+    return [x if x in sampled else left_out(x) for x in cases]
+
+
 def left_out(*case: Any) -> Any:
     """A case, by its arguments, that `--sample` leaves to the device's suite."""
     return pytest.param(*case, marks=pytest.mark.device_suite)

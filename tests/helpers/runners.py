@@ -261,6 +261,7 @@ class TritonInterpreter(Functions, TritonGpu):
 
     def prepare(self):
         os.environ["TRITON_INTERPRET"] = "1"
+        importlib.import_module("quick_interpreter").use()
 
 
 class Reference(Runner):

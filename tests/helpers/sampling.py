@@ -245,15 +245,13 @@ SAMPLES: dict[str, Sample] = {
         LIKE_ON_TPU,
         GRADIENTS_LIKE_ON_TPU,
         brief={
-            "agrees": (
-                "llama3_8b/mixed/kv_e4m3",
-                "deepseek_mla/decode/bf16",
-                "odd_sizes/f32",
-            ),
+            # hidden_scales is accurate with scales by token; its suite has heads of MLA
+            "agrees": ("llama3_8b/mixed/kv_e4m3", "odd_sizes/f32"),
             # tests/tpu has sinks, windows and gradients of everything, and slots outside
             "same_bits": (),
             "page_order": (),
             "alone": (),
+            "unseen_memory": (),
             "gradients_agree": (),
             "gradients_unseen_memory": (),
             # write_every_bfloat16 has 8 bits, tests/tpu float32
@@ -337,11 +335,30 @@ SAMPLES: dict[str, Sample] = {
             "selected_agrees": ("selected/pages/f32", "selected/slots_of_pages/f32"),
             # unseen_memory shows the same kernel memory that no row sees
             "selected_unseen_memory": (),
+            # each is two calls, of which agrees has one, and of these promises the quickest
+            "same_bits": (),
+            "page_order": ("llama3_8b/decode_b5/bf16", "mistral/window/f32"),
+            "alone": ("mpt/alibi_batch/f32", "blocksparse/batched/f32"),
+            "unseen_memory": ("llama3_8b/decode_b5/bf16",),
+            "gaps": ("llama3_8b/speculative/bf16",),
+            "hidden_scales": ("vllm/tokens_int8/bf16",),
             # agrees has 8 bits of result: `out` copies whatever the kernel's result is
             "out": ("sglang/page1/f16",),
+            "gradients_agree": (
+                "more_queries_than_keys/f32",
+                "tiny_head/bf16",
+                "training/everything/f32",
+                "training/gpt_oss/bf16",
+            ),
             # gradients_agree has training/everything/f32, whose sinks and strides these change
             "gradients_beside_a_large_sink": (),
             "gradients_gaps": (),
+            "gradients_any_strides": (),
+            # tests/neuron/test_backward.py has dq alone, and dk with dv
+            "gradients_of_parts": (),
+            # alone and page_order show the same
+            "selected_alone": (),
+            "gradients_unseen_memory": (),
         },
     ),
 }
@@ -385,6 +402,9 @@ _OTHER_GENERATIONS = Sample(
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32",),
         # masked by the same instruction on all of them
         "hidden_scales": (),
+        # of plans, which are the same for all of them
+        "padding_rows": (),
+        "selected_agrees": (),
     },
 )
 # dropout draws alike on all of them, and blocks for each head are more rows to gather, each of them

@@ -8,6 +8,7 @@ import functools
 import hypothesis
 import pytest
 import torch
+from covering import every_row, some
 from hypothesis import strategies as st
 from same_bits import same_bits
 
@@ -171,7 +172,7 @@ def test_a_bias_over_several_stretches_of_keys(machine):
     assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_dynamic", some((False, True), True))
 def test_two_programs_write_apart_in_either_order(is_dynamic, small, machine, monkeypatch):
     import nki_emulator
 
@@ -227,8 +228,11 @@ ROWS["wide, causal"] = dataclasses.replace(ROWS["wide"], causal=True, dtype=torc
 ROWS["float32"] = dataclasses.replace(HEADS_OF_128, seqs=((200, 50),), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("machine", [2, 3], indirect=True, ids=["gen2", "gen3"])
-@pytest.mark.parametrize("name", FULL_TILES)
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    every_row(3, [(generation, name) for generation in (2, 3) for name in FULL_TILES]),
+    indirect=["machine"],
+)
 def test_tiles_without_masks(name, machine):
     """And the problems that drawing found."""
     call = build(FULL_TILES[name])
@@ -245,7 +249,9 @@ BY_GENERATION = [
 
 
 @pytest.mark.parametrize(
-    ("machine", "name"), [*((2, name) for name in ROWS), *BY_GENERATION], indirect=["machine"]
+    ("machine", "name"),
+    [*every_row(2, [(2, name) for name in ROWS]), *BY_GENERATION],
+    indirect=["machine"],
 )
 def test_sums_that_come_as_rows(name, machine, request):
     if name == "several launches":

@@ -1,9 +1,11 @@
 """A float bias masks by -inf alone: a key with any other bias counts, however low it is."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from covering import every_row
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -25,13 +27,13 @@ MIXTURES = {
 }
 
 
-# float32 on all generations, bfloat16 on each in turn
-EACH = [(torch.float32, mixture, generation) for mixture in MIXTURES for generation in (2, 3, 4)]
-EACH += [
+# with `--sample`, each mixture on one generation in float32 and on another in bfloat16
+EACH = [
     pytest.param(
-        *(torch.bfloat16, mixture, generation),
-        marks=() if i % 3 == generation - 2 else pytest.mark.device_suite,
+        *(dtype, mixture, generation),
+        marks=() if (i + j) % 3 == generation - 2 else pytest.mark.device_suite,
     )
+    for j, dtype in enumerate((torch.bfloat16, torch.float32))
     for i, mixture in enumerate(MIXTURES)
     for generation in (2, 3, 4)
 ]
@@ -48,9 +50,12 @@ def test_low_bias(dtype, mixture, run, machine):
     assert_accurate(*run(call), call.truth())
 
 
-@pytest.mark.parametrize("machine", [2, 3, 4], indirect=True)
-@pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("machine", "kind", "name"),
+    # the sample has each kind and name on one generation
+    every_row(3, itertools.product((2, 3, 4), ("bool", "float"), ("k", "v"))),
+    indirect=["machine"],
+)
 def test_a_key_that_a_bias_hides_from_all_may_be_nan(kind, name, run, machine):
     """It lies among keys that rows see, and is gathered with them."""
     call = build(dataclasses.replace(T5, bias=kind))

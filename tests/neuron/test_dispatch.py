@@ -68,6 +68,7 @@ print(new[0] == new[1], launched > 0)
 """
 
 
+@pytest.mark.device_suite  # a compiled step goes the same way
 def test_a_model_generates_the_same_tokens(emulated):
     pytest.importorskip("transformers")
     assert emulated(MODEL).split() == ["True", "True"]

@@ -105,6 +105,7 @@ def test_rows_of_a_layout_have_launches_of_their_own(run, monkeypatch):
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
+@pytest.mark.device_suite  # a shape that is planned, not run
 def test_a_layout_of_60_000_tokens_has_room_on_v4():
     """Beside the blocks of its tiles there is room for some of its rows at a time."""
     import jax

@@ -1,5 +1,6 @@
 """The Triton kernels on a GPU where there is one, else on the CPU in Triton's interpreter."""
 
+import importlib
 import os
 import types
 
@@ -14,6 +15,9 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton")
+
+if not HAS_GPU:
+    importlib.import_module("quick_interpreter").use()
 
 
 @pytest.fixture(scope="session")
