@@ -20,6 +20,7 @@ const Kernels& engine_of_tiles(const Attention& a) {
 }
 
 const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
+  if (a.latent) return *engines.rest;
   // the engine of tiles adds up few rows in the same order as tiles
   if (a.batch_invariant) return engine_of_tiles(a);
   if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;

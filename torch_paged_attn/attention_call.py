@@ -151,7 +151,14 @@ class AttentionCall:
     )
     q_descale: Tensor | None = argument(None, **DESCALE)
     k_descale: Tensor | None = argument(None, **KEY_DESCALE)
-    v_descale: Tensor | None = argument(None, **KEY_DESCALE)
+    v_descale: Tensor | None = argument(
+        None,
+        **KEY_DESCALE
+        | {
+            "meaning": f"{KEY_DESCALE['meaning']} With `q_latent` also for each {LATENT_COLUMNS}"
+            f" numbers of a token's latents: `(..., head_dim_v / {LATENT_COLUMNS})`."
+        },
+    )
     out_scale: Tensor | None = argument(
         None,
         is_constant=True,

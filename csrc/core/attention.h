@@ -69,10 +69,15 @@ struct KeyValue {
   int64_t stride_page, stride_head, stride_token;
 };
 
-// A scale for each token and head of K or V, laid out as they are; absent without data.
+// Numbers of latents that a scale of their own belongs to.
+constexpr int64_t LATENT_COLUMNS = 128;
+
+// A scale for each token and head of K or V, laid out as they are; absent without data. Latents may
+// have several, one for each LATENT_COLUMNS numbers.
 struct TokenScales {
   const float* data = nullptr;
   int64_t stride_page, stride_head, stride_token;
+  int64_t count = 1, stride_scale = 0;
   PAGED_ATTN_INLINE explicit operator bool() const { return data != nullptr; }
 };
 

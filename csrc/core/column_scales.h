@@ -12,17 +12,21 @@ struct ColumnScales {
   const float *of_keys = nullptr, *of_values = nullptr;  // null where there are none
 };
 
+// Where tokens have several scales, those of values go to `several`, MAX_COLUMNS of each.
 PAGED_ATTN_INLINE void load_column_scales(const Attention& a, int64_t kv_head,
-                                          const KeyBlock& block, ColumnScales& to) {
+                                          const KeyBlock& block, ColumnScales& to,
+                                          float* several = nullptr) {
   const auto load_all = [&](const paged_attn::TokenScales& from, const int64_t* offset, float* x)
                             __attribute__((always_inline)) -> const float* {
     if (!from) return nullptr;
     const float* first = from.data + kv_head * from.stride_head;
-    for (int c = 0; c < block.num_columns; ++c) x[c] = first[offset[c]];
+    for (int c = 0; c < block.num_columns; ++c)
+      for (int64_t i = 0; i < from.count; ++i)
+        x[i * MAX_COLUMNS + c] = first[offset[c] + i * from.stride_scale];
     return x;
   };
   to.of_keys = load_all(a.k_scales, block.k_scale, to.k);
-  to.of_values = load_all(a.v_scales, block.v_scale, to.v);
+  to.of_values = load_all(a.v_scales, block.v_scale, a.v_scales.count > 1 ? several : to.v);
 }
 
 // The largest magnitude of the keys' scales.

@@ -102,6 +102,20 @@ PAGED_ATTN_INLINE void narrow(float* scores, int begin, int end) {
   }
 }
 
+// Rows of probabilities, multiplied by scales of their columns, as operands.
+template <class Product>
+PAGED_ATTN_INLINE void scale_rows(const float* scores, float* to, int64_t stride, int rows,
+                                  int begin, int end, const float* scales) {
+  constexpr int DEPTH = Product::DEPTH;
+  for (int r = 0; r < rows; ++r, scores += stride, to += stride)
+    for (int c = begin; c < end; c += W * DEPTH) {
+      F p[DEPTH] = {};
+      for (int i = 0; i < DEPTH && c + i * W < end; ++i)
+        p[i] = load(scores + c + i * W) * load(scales + c + i * W);
+      store(to + c / DEPTH, Product::narrow(p));
+    }
+}
+
 // Applies dropout to a row's probabilities, which are in the sum already.
 PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
                                           const ScoreRow& row, const KeyBlock& block, int begin,

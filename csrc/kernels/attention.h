@@ -3,6 +3,7 @@
 
 #include "backward_of_lists.h"
 #include "decode.h"
+#include "decode_latents.h"
 #include "prefill.h"
 #include "select_keys.h"
 #include "selected_mass.h"
@@ -60,6 +61,8 @@ paged_attn::RowLimits row_limits(const Attention& a) {
 }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
+  const int64_t latent =
+      a.latent && few_rows ? latent_rows_workspace(a, few_rows, nullptr).floats() : 0;
   return with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;
     int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats() : 0;
@@ -72,12 +75,13 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
     need(NibbleProduct());
 #endif
     const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats() : 0;
-    return max64(few, tile);
+    return max64(max64(few, latent), tile);
   });
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const Sequence s = sequence_of(a, task);
+  if (task.few_rows && a.latent) return decode_latents(a, s, task, workspace);
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
   if (task.few_rows && suits_fixed(a)) {
     if (a.kv_dtype == paged_attn::DType::int4)

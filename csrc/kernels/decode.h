@@ -11,9 +11,16 @@
 
 namespace {
 
-// Rows of a group, at most, for which keys are not packed. Latent queries have one engine only,
-// which packs.
-PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
+// Rows of a group, at most, for which keys are not packed. Beside latent queries they are floats
+// then, which pairs multiply faster; and no sums have the order of tiles.
+PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) {
+  if (!a.latent) return 16;
+#if defined(PAGED_ATTN_PAIR_PRODUCT)
+  return a.batch_invariant ? 0 : 4;
+#else
+  return a.batch_invariant ? 0 : 16;
+#endif
+}
 
 struct RowsWorkspace : SoftmaxWorkspace {
   using SoftmaxWorkspace::SoftmaxWorkspace;

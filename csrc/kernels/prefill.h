@@ -78,8 +78,10 @@ struct TileWorkspace : SoftmaxWorkspace {
 
   int64_t depth_latent;  // 0 without latent queries, which stand behind those of keys
   float *keys, *latents, *values;
-  float* by_latents;  // scores of latent queries, where values have scales by token
-  float* unpacked;    // rows of int4 as int8
+  // where latents have scales by token: their own part of scores, and later probabilities times
+  // scales; the scales, if a token has several
+  float *by_latents, *latent_scales;
+  float* unpacked;  // rows of int4 as int8
 };
 
 template <class Product>
@@ -94,6 +96,7 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   w.latents = w.take(w.depth_latent * MAX_COLUMNS);
   w.values = w.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
   w.by_latents = w.take(a.latent && a.v_scales ? Product::ROWS * MAX_COLUMNS : 0);
+  w.latent_scales = w.take(a.v_scales.count > 1 ? a.v_scales.count * MAX_COLUMNS : 0);
   w.unpacked = w.take(floats_of_unpacked(a));
   return w;
 }
@@ -140,6 +143,19 @@ PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const 
   }
 }
 
+// Leaves probabilities of rows from `first` on as floats, which scales by column are to multiply.
+template <int ROWS>
+PAGED_ATTN_APART void softmax_in_floats(const Attention& a, const Sequence& s,
+                                        const paged_attn::Task& task, const KeyBlock& block,
+                                        int begin, int end, bool finished, int64_t first, int count,
+                                        float* scores, const TileWorkspace& w, float* rescale) {
+  const auto row_at = [&](int r) __attribute__((always_inline)) {
+    return row_of(a, s, task, task.group_begin, first + r);
+  };
+  softmax_rows<FloatProduct, ROWS>(a, s, block, begin, end, finished, count, row_at, scores,
+                                   MAX_COLUMNS, w.m + first, w.l + first, rescale);
+}
+
 // Attention of all rows of a tile to one packed block, while the next one is fetched.
 template <class Product>
 PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
@@ -151,11 +167,17 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
   const int64_t rows = rows_of(a, task);
   constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS, PANEL = Product::PANEL;
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // rows whose softmax fits the registers
+  static_assert(paged_attn::LATENT_COLUMNS % PANEL == 0 &&
+                paged_attn::LATENT_COLUMNS / DEPTH <= MAX_CHAIN);
   const int64_t depth = key_depth<Product>(a);
+  // scales of a token's latents, and how many numbers and operands each belongs to
+  const int64_t parts = a.v_scales.count;
+  const int64_t part_dims = parts > 1 ? paged_attn::LATENT_COLUMNS : a.head_dim_v;
+  const int64_t part_depth = parts > 1 ? paged_attn::LATENT_COLUMNS / DEPTH : w.depth_latent;
   float all[ROWS];
   for (float& x : all) x = 1.f;
   ColumnScales scales;
-  load_column_scales(a, kv_head, block, scales);
+  load_column_scales(a, kv_head, block, scales, w.latent_scales);
   for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows, (r0 + ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + ROWS, rows) - 1;
@@ -177,12 +199,15 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       q += round_up(depth, W);
       panel = w.latents + c / PANEL * w.depth_latent * PANEL + c % PANEL;
       float* to = scales.of_values ? w.by_latents : w.scores;
-      keep = scales.of_values ? nullptr : all;
-      for (int64_t d = 0; d < w.depth_latent; d += MAX_CHAIN, keep = all)
-        multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, to + c, MAX_COLUMNS,
-                          min64(MAX_CHAIN, w.depth_latent - d), scale_latent, keep);
-      if (scales.of_values)
-        add_scaled_columns(w.by_latents, w.scores, MAX_COLUMNS, ROWS, c, c + n, scales.of_values);
+      for (int64_t i = 0; i < parts; ++i, q += part_depth, panel += part_depth * PANEL) {
+        keep = scales.of_values ? nullptr : all;
+        for (int64_t d = 0; d < part_depth; d += MAX_CHAIN, keep = all)
+          multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, to + c, MAX_COLUMNS,
+                            min64(MAX_CHAIN, part_depth - d), scale_latent, keep);
+        if (scales.of_values)
+          add_scaled_columns(w.by_latents, w.scores, MAX_COLUMNS, ROWS, c, c + n,
+                             scales.of_values + i * MAX_COLUMNS);
+      }
     }
     const bool finished =
         is_plain(a) && all_visible(a, s, first_token, last_token, block, begin, end);
@@ -193,16 +218,29 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
         return row_of(a, s, task, task.group_begin, first + r);
       };
       const int count = int(min64(TOGETHER, last + 1 - first));
-      softmax_rows<Product, TOGETHER>(a, s, block, begin, end, finished, count, row_at,
-                                      w.scores + i * MAX_COLUMNS, MAX_COLUMNS, w.m + first,
-                                      w.l + first, rescale + i, nullptr, scales.of_values);
+      float* scores = w.scores + i * MAX_COLUMNS;
+      if (parts > 1)
+        softmax_in_floats<TOGETHER>(a, s, task, block, begin, end, finished, first, count, scores,
+                                    w, rescale + i);
+      else
+        softmax_rows<Product, TOGETHER>(a, s, block, begin, end, finished, count, row_at, scores,
+                                        MAX_COLUMNS, w.m + first, w.l + first, rescale + i, nullptr,
+                                        scales.of_values);
     }
     const int64_t seen = round_up((visible.depth + DEPTH - 1) / DEPTH, Product::GRAIN);
-    for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
-      const int64_t n = min64(PANEL, w.stride_acc - d);
-      const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
-      multiply<Product>(int(n / W), w.scores + begin / DEPTH, MAX_COLUMNS, panel,
-                        w.acc + r0 * w.stride_acc + d, w.stride_acc, seen, 1.f, rescale);
+    for (int64_t i = 0; i < parts; ++i) {
+      const float* probabilities = w.scores;
+      if (parts > 1) {
+        scale_rows<Product>(w.scores, w.by_latents, MAX_COLUMNS, ROWS, begin, end,
+                            scales.of_values + i * MAX_COLUMNS);
+        probabilities = w.by_latents;
+      }
+      for (int64_t d = i * part_dims; d < (i + 1) * part_dims; d += PANEL) {
+        const int64_t n = min64(PANEL, w.stride_acc - d);
+        const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
+        multiply<Product>(int(n / W), probabilities + begin / DEPTH, MAX_COLUMNS, panel,
+                          w.acc + r0 * w.stride_acc + d, w.stride_acc, seen, 1.f, rescale);
+      }
     }
   }
 }

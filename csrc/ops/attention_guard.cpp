@@ -34,10 +34,23 @@ bool is_by_token(const TensorView& t, const TensorView& keys, int64_t batch) {
   return t.dim == 3 || t.size(0) != batch;
 }
 
-TokenScales token_scales(const TensorView& t) {
+// Whether it has scales for each token of latents, of which a row has so many numbers.
+bool is_by_column(const TensorView& t, const TensorView& latents, int64_t numbers) {
+  if (!t || !t.is(DType::float32) || t.dim != latents.dim) return false;
+  for (int64_t i = 0; i + 1 < t.dim; ++i)
+    if (t.size(i) != latents.size(i)) return false;
+  return numbers % LATENT_COLUMNS == 0 && t.last() == numbers / LATENT_COLUMNS;
+}
+
+TokenScales token_scales(const TensorView& t, bool paged) {
   const float* data = static_cast<const float*>(t.data());
-  if (t.dim == 2) return {data, 0, t.stride(1), t.stride(0)};
-  return {data, t.stride(0), t.stride(1), t.stride(2)};
+  TokenScales scales = {data, 0, t.stride(1), t.stride(0)};
+  if (paged) scales = {data, t.stride(0), t.stride(1), t.stride(2)};
+  if (t.dim == (paged ? 4 : 3)) {
+    scales.count = t.last();
+    scales.stride_scale = t.stride(t.dim - 1);
+  }
+  return scales;
 }
 
 bool accept_shapes(const AttentionArguments& x, Attention& a) {
@@ -154,8 +167,9 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
     return is_descale(t, a.batch, a.num_kv_heads) ||
            (x.takes_token_scales && is_by_token(t, x.k, a.batch));
   };
+  const bool by_column = x.q_latent && is_by_column(x.v_descale, x.v, a.head_dim_v);
   if (!is_descale(x.q_descale, a.batch, a.num_kv_heads) || !is_key_scale(x.k_descale) ||
-      !is_key_scale(x.v_descale))
+      !(is_key_scale(x.v_descale) || by_column))
     return false;
   a.q_dtype = x.q.dtype;
   a.kv_dtype = x.k.dtype;
@@ -263,8 +277,8 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   a.q_descale = per_head(x.q_descale);
   const auto take_scales = [&](const TensorView& t, Strided<float>& by_head,
                                TokenScales& by_token) {
-    if (is_by_token(t, x.k, a.batch))
-      by_token = token_scales(t);
+    if (is_by_token(t, x.k, a.batch) || (t && t.dim == x.k.dim))
+      by_token = token_scales(t, a.page_size > 0);
     else
       by_head = per_head(t);
   };

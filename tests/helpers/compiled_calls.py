@@ -436,8 +436,8 @@ MORE_SELECTED = {
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     lacked = set(Triton().lacks)
-    selected = {name: p for name, p in SELECTED.items() if not p.optional & lacked}
-    problems = PROBLEMS | MORE | EXTENDED | selected | MORE_SELECTED
+    everything = PROBLEMS | MORE | EXTENDED | SELECTED | MORE_SELECTED
+    problems = {name: p for name, p in everything.items() if p.optional.isdisjoint(lacked)}
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
     backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
     calls |= {

@@ -21,7 +21,7 @@ def examples(*given: Problem) -> Callable[[Any], Any]:
 
     def add(test: Any) -> Any:
         for problem in given:
-            if problem.optional <= HAS:
+            if problem.optional.isdisjoint(BACKEND.lacks):
                 test = example(problem)(test)
         return test
 

@@ -151,6 +151,26 @@ STATIC = [
         "by token (num_pages, num_kv_heads, page_size) = (5, 2, 4), ... got shape (5, 4, 2)",
     ),
     ("paged", {"k_descale": r(20, 2)}, "expected k_descale to be ... got shape (20, 2)"),
+    (
+        "packed",
+        {"q_latent": r(7, 4, 256), "v": r(9, 2, 256), "v_descale": r(9, 2, 3)},
+        "by 128 columns (9, 2, 2), ... got shape (9, 2, 3)",
+    ),
+    (
+        "paged",
+        {"q_latent": r(7, 4, 192), "v": r(5, 2, 4, 192), "v_descale": r(5, 2, 4, 1)},
+        "expected v_descale to be ... got shape (5, 2, 4, 1)",
+    ),
+    (
+        "packed",
+        {"v": r(9, 2, 256), "v_descale": r(9, 2, 2)},
+        "expected v_descale to be ... got shape (9, 2, 2)",
+    ),
+    (
+        "packed",
+        {"q_latent": r(7, 4, 256), "v": r(9, 2, 256), "k_descale": r(9, 2, 2)},
+        "expected k_descale to be ... got shape (9, 2, 2)",
+    ),
     ("packed", {"q_descale": r(9, 2)}, "expected q_descale to be ... got shape (9, 2)"),
     ("packed", {"out_dtype": torch.int8}, "expected out_dtype to be float32 ... got int8"),
     (

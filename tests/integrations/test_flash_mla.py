@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torch_paged_attn import reference, selected_attention
+from torch_paged_attn import selected_attention
 from torch_paged_attn.integrations import flash_mla
 from torch_paged_attn.testing import assert_as_right_as
 
@@ -154,7 +154,7 @@ def eight_bits(pages, size, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
-def test_with_kvcache_of_656_bytes(dtype, monkeypatch):
+def test_with_kvcache_of_656_bytes(dtype):
     q, lists = draw(2, 3, 4, 576), lists_of(6, 80, 12)
     lists[1], lists[2, 4] = -1, -1
     cache, real = eight_bits(5, 16, 1)
@@ -162,12 +162,8 @@ def test_with_kvcache_of_656_bytes(dtype, monkeypatch):
     others = lists_of(6, 12, 5, seed=1)
     args = q, cache.view(dtype), None, None, 512
     options = {"is_fp8_kvcache": True, "indices": lists.view(2, 3, 12)}
-    with pytest.raises(NotImplementedError, match="v_descale by column"):
-        flash_mla.flash_mla_with_kvcache(*args, **options)
     options["extra_k_cache"] = extra.view(dtype)
     options["extra_indices_in_kvcache"] = others.view(2, 3, 5)
-    # a backend that takes the scales
-    monkeypatch.setattr(flash_mla, "selected_attention", reference.selected_attention)
     out, lse = flash_mla.flash_mla_with_kvcache(*args, **options)
     caches = [(real.flatten(0, 2), lists), (real_extra.flatten(0, 2), others)]
     rows = lse.transpose(1, 2).flatten(0, 1)

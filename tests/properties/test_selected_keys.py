@@ -34,7 +34,9 @@ def test_selected_bits_depend_on_no_other_sequence_and_no_unseen_key(problem):
     is_unseen = unselected(call)
     names = ["k"] if problem.kv_dtype is None else []
     names += ["v"] if problem.kv_dtype == problem.v_dtype is None else []
-    names += ["k_descale", "v_descale"] if problem.descale == "tokens" else []
+    names += {"tokens": ["k_descale", "v_descale"], "columns": ["v_descale"]}.get(
+        problem.descale, []
+    )
     for name in names:
         call.args[name][call.args[name].isnan()] = 0.0
     out, lse = call.run()

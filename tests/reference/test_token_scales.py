@@ -64,9 +64,12 @@ FAULTS |= {
     f"other head's {argument} of e5m2": ("tokens/sparse_e5m2/f32", argument, of_the_other_head)
     for argument in ("k_descale", "v_descale")
 }
-LATENTS = "deepseek_v3_2/rows_of_656_bytes/bf16"
-FAULTS["next columns' scales of latents"] = LATENTS, "v_descale", of_the_next_columns
-FAULTS["next token's scales of latents"] = LATENTS, "v_descale", by_token_of_latents
+LATENTS = "deepseek_v3_2/rows_of_656_bytes/bf16", "deepseek_mla/latent_columns/bf16"
+FAULTS |= {
+    f"next {which} scales of {name}": (name, "v_descale", change)
+    for name in LATENTS
+    for which, change in {"columns'": of_the_next_columns, "token's": by_token_of_latents}.items()
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -129,7 +129,7 @@ def flash_mla_with_kvcache(
 
     Raises:
         NotImplementedError: is_fp8_kvcache without indices, or on a backend that does not take the
-            scales, such as the CPU's.
+            scales.
         ValueError: an argument of one kind of call with the other, or missing.
     """
     name = "flash_mla_with_kvcache"

@@ -161,7 +161,7 @@ def _check_scales(call: AttentionCall) -> None:
             sizes = "(num_pages, num_kv_heads, page_size)" if call.is_paged else "(total_k, heads)"
             by_token = f"by token {sizes} = {tuple(shape)}, "
         shapes: list[tuple[int, ...] | None] = [(), shape]
-        if name == "v_descale" and op == "selected_attention" and call.q_latent is not None:
+        if name == "v_descale" and call.q_latent is not None:
             columns = *call.k.shape[:-1], call.head_dim_v // LATENT_COLUMNS
             if call.head_dim_v % LATENT_COLUMNS == 0:
                 by_token += f"by {LATENT_COLUMNS} columns {columns}, "

@@ -59,16 +59,18 @@ def all_but(supported: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Those of the arguments `names` that are not `supported`, as `lacking` takes them.
 
     supported: entries of `names`; "tail_mask but of blocksparse" is not supported in calls of that
-        op only
+        op only, and there may be several such entries of a name
     """
-    but_of = dict(entry.partition(" but of ")[::2] for entry in supported)
+    but_of: dict[str, list[str]] = {}
+    for entry in supported:
+        name, _, op = entry.partition(" but of ")
+        but_of.setdefault(name, []).extend([op] if op else [])
     if unknown := but_of.keys() - set(names):
         raise ValueError(f"no optional argument of attention: {', '.join(sorted(unknown))}")
     lacked = []
     for name in names:
-        op = but_of.get(name)  # "" if it is supported in calls of all ops
-        if op != "":
-            lacked.append(name if op is None else f"{name} of {op}")
+        ops = but_of.get(name)
+        lacked += [name] if ops is None else [f"{name} of {op}" for op in ops]
     return tuple(lacked)
 
 

@@ -140,9 +140,9 @@ class Problem:
             "v in int4": (self.v_dtype or self.kv_dtype) == torch.uint8,
         }
         names = frozenset(name for name, is_used in uses.items() if is_used)
-        if self.selected is not None:  # what a backend lacks may be of these ops alone
-            names |= {f"{name} of selected" for name in names}
-        return names
+        # what a backend lacks may be of some ops alone
+        op = "selected" if self.selected is not None else self.op
+        return names | {f"{name} of {op}" for name in names}
 
 
 def optional_tensors(problem: Problem, total_q: int) -> dict[str, Any]:

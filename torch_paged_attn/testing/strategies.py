@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
+from torch_paged_attn.attention_call import LATENT_COLUMNS
 from torch_paged_attn.testing import Layout, Problem, Selected
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +85,11 @@ def extras(draw, problem, optional, trains):
     if not trains and problem.cache_layout != "mla" and wants("q_latent"):
         changes["latent"] = True
         changes["v_dtype"] = draw(sometimes(st.sampled_from((problem.dtype, *FLOAT8)), None))
+        if "descale" not in changes and wants("v_descale by column"):
+            columns = LATENT_COLUMNS * draw(st.integers(1, 4))
+            changes |= {"descale": "columns", "head_dim_v": columns}
+            if problem.page_size is not None and draw(st.booleans()):
+                changes["cache_layout"] = "rows"
     return dataclasses.replace(problem, **changes)
 
 
@@ -148,7 +154,10 @@ def problems(draw, layout=NO_LAYOUT, trains=False, optional=()):
 
 
 # those of `ops.lacking.OPTIONAL` that `extras` adds to calls of `selected_attention`
-OF_SELECTED = {"k_start", "q_latent", "batch_invariant", "k_descale by token", "k in int4"}
+OF_SELECTED = {
+    *("k_start", "q_latent", "batch_invariant", "k_descale by token", "k in int4"),
+    "v_descale by column",
+}
 
 
 @st.composite

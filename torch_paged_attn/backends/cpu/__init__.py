@@ -12,7 +12,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
+from torch_paged_attn.ops.lacking import COLUMN_SCALES, INT4, TOKEN_SCALES
 
 X86 = ("x86_64", "amd64")
 
@@ -25,7 +25,7 @@ class Cpu(Backend):
     is_compiled = True
     supports = (
         *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
-        *("key_ranks", "key_rank", "key_interleave", *TOKEN_SCALES, *INT4),
+        *("key_ranks", "key_rank", "key_interleave", *TOKEN_SCALES, *COLUMN_SCALES, *INT4),
     )
     supports_in_backward = (
         *("tail_mask", "k_start", "q_position", "rng_state[2:]"),
