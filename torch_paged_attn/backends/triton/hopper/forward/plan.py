@@ -127,7 +127,7 @@ def _kind_of_launches(
         # where it lies may differ with the sizes
         return LaunchKind(call, out, config, packed_heads, form)
     # what of the sizes `tiles.options_of` and `scalars_of` go by
-    parts = tiles.parts_of(call, config, form)
+    parts = tiles.room_of(call, config, form)
     shares = tiles.shares_parts(call, parts, form)
     kinds, key = kind_of(call, _no_launches_yet), (config, packed_heads, form, parts, shares)
     if key not in kinds:
@@ -157,6 +157,7 @@ def plan_launches(
             tiles.tile_options_of(options),
             call.q.device,
             tiles.chip_of(call, options) if options.MOST_PARTS else None,
+            tiles.parts_of(call, config or chosen, form),
             kind.of_lists,
         )
     programs = tiles.grid_of(call, options, form)
