@@ -60,9 +60,7 @@ def test_statistics(kernels, device):
 
 def test_transposed_lists(device):
     """The rows of each column, ascending; a wild entry is no column's."""
-    from torch_paged_attn.backends.triton.portable.backward.transposed_lists import (
-        plan_transposed_lists,
-    )
+    from torch_paged_attn.backends.triton.common.transposed_lists import plan_transposed_lists
 
     problem = Problem("lists", ((150, 0), (40, 210)), layout=Layout(16, 32, "kv", True, 0.4))
     args = build(problem).to(device).args

@@ -116,9 +116,7 @@ def _time(entries, parts, work, reads, longest, most_parts, chip):
     of_merging = tl.where(units <= chip.programs, chip.shared_cost, chip.merge_cost)
     time += tl.where(is_cut, of_merging * pieces, 0.0)
     is_possible = (
-        (pieces <= longest)
-        & (longest <= MOST_LENGTH)
-        & (parts * chip.units_per_tile <= most_parts)
+        (pieces <= longest) & (longest <= MOST_LENGTH) & (parts * chip.units_per_tile <= most_parts)
     )
     return tl.where(is_possible | (pieces == 1), time, float("inf"))
 
@@ -141,9 +139,7 @@ def plan_pieces(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl
 
 
 @triton.jit
-def _longest_whole(
-    lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl.constexpr
-):
+def _longest_whole(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl.constexpr):
     """Where pieces are stretches of keys, which are left without regard to the batch: how many
     tiles of keys a tile that is not cut may visit. Some part of a program's share, or all."""
     work = tl.zeros([SCANNED], tl.float32)

@@ -21,13 +21,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.common.transposed_lists import plan_transposed_lists
 from torch_paged_attn.backends.triton.portable.backward import arguments as backward_arguments
 from torch_paged_attn.backends.triton.portable.backward.dbias import _attention_dbias_kernel
 from torch_paged_attn.backends.triton.portable.backward.dkdv import _attention_dkdv_kernel
 from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_kernel
-from torch_paged_attn.backends.triton.portable.backward.transposed_lists import (
-    plan_transposed_lists,
-)
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.portable.common.key_positions import key_position
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
@@ -96,36 +95,6 @@ def _transpose_kernel(
         entry = tl.load(list_ptr + i, mask=i < count, other=0)
         row = _row_of(entry, i < count, crow_ptr, crow, layout_rows)
         tl.store(list_ptr + i, row, mask=i < count)
-
-
-@triton.jit
-def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """The list of the column of a tile of keys, and the range of its entries whose rows contain
-    queries that may see the tile.
-    """
-    nnz = tl.cast(sizes.nnz, tl.int64)
-    last = key_position(sizes.max_keys - 1, scalars, OPTIONS)
-    columns = tl.cast(last // OPTIONS.K_BLOCK + 1, tl.int64)
-    layout_head = head // OPTIONS.LAYOUT_GROUP
-    if OPTIONS.LAYOUT_PER_SEQUENCE:
-        layout_head += keys.b * OPTIONS.LAYOUT_HEADS
-    layout_head = layout_head.to(tl.int64)
-    is_seen = (keys.b < sizes.batch) & (queries.start < queries.stop)
-    column = key_position(keys.low, scalars, OPTIONS) // OPTIONS.K_BLOCK
-    at = layout_head * columns + column
-    start = tl.load(pointers.listing_starts + at, mask=is_seen, other=0)
-    count = tl.load(pointers.listing_counts + at, mask=is_seen, other=0)
-    rows_ptr = pointers.listing_rows + (layout_head * nnz + start)
-    count = tl.minimum(count, sizes.nnz - start)
-    first_row = tl.maximum(queries.past + queries.start, 0) // OPTIONS.Q_BLOCK
-    stop_row = tl.cdiv(tl.maximum(queries.past + queries.stop, 0), OPTIONS.Q_BLOCK)
-    first_entry, stop_entry = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for i0 in tl.range(0, count, COMPARED):
-        i = i0 + tl.arange(0, COMPARED)
-        row = tl.load(rows_ptr + i, mask=i < count, other=2147483647)
-        first_entry += tl.sum((row < first_row).to(tl.int32), 0)
-        stop_entry += tl.sum((row < stop_row).to(tl.int32), 0)
-    return rows_ptr, first_entry, stop_entry
 
 
 def plan_transposed_lists(
