@@ -50,7 +50,7 @@ def _sizes(most: int, least: int = 1, parts: int = PARTS) -> list[int]:
     return sorted({x for x in found if least <= x <= most} | {least, most})
 
 
-def _key_hints(most: int) -> list[int]:
+def key_hints(most: int) -> list[int]:
     """The values of max_seqlen_k between which no plan differs."""
     steps = range(KEY_STEP, min(most, KEYS_IN_STEPS), KEY_STEP)
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
@@ -140,7 +140,7 @@ class Serving:
 
     def steps(self) -> Iterator[Step]:
         """Sizes of calls, such that each kernel that a call may take is taken by one of them."""
-        keys = _key_hints(self.max_length)
+        keys = key_hints(self.max_length)
         for batch in _sizes(self.max_batch, parts=4):
             for total, longest in self._queries(batch):
                 for most in keys:

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from torch_paged_attn._serving import ALL_UP_TO, key_hints
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 from torch_paged_attn.ops.backend import serving_device
@@ -20,12 +21,15 @@ from torch_paged_attn.ops.checks import fail
 # single decode one kernel is chosen around 12,288 keys alone
 CONTEXTS = (64, 128, 256, 512, 1024, 4096, 12288, 1 << 14, 1 << 16)
 
+# keys that block tables have room for, of which kernels with the hint `max_seqlen_k` may differ
+TABLES = (1 << 11, 1 << 12, 1 << 16)
+
 # numbers of queries per sequence just above a multiple of the tile: the last tile is nearly empty,
 # and a kernel with smaller tiles may be chosen
 RAGGED = (257, 1025)
 
-# up to so many queries per sequence, kernels also depend on the hints `max_seqlen_q` and
-# `max_seqlen_k`, so that calls are made with and without them
+# up to so many queries per sequence, kernels also depend on the hint `max_seqlen_q`, so that calls
+# are made with and without it
 FEW = 64
 
 # that compile, by default
@@ -95,7 +99,7 @@ def warmup(
             first columns of keys.
         select_size: keys of a unit of these lists.
         num_processes: that compile, each a share of the kernels; one for each core of the host, up
-            to MOST_PROCESSES, when omitted. With 1 no process is started.
+            to MOST_PROCESSES, when omitted. With 1 none is started, and fewer calls are tried.
         options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
             Tensors among them must not depend on the batch.
 
@@ -131,14 +135,19 @@ def warmup(
         sizes = page_size, max_batch, max_tokens, num_units, select_size
         of_lists = selected_calls_of(*plain, dtype, kv_dtype or dtype, *sizes)
         described, make_calls = in_turn((described, make_calls), of_lists)
+    needed = None
     if num_processes > 1:
         backend, _ = serving_device(device)
         compiler = None if backend is None else backend.compiler()
-        if compiler is not None and compiler.compiled_elsewhere(described, device) is None:
-            compiler.compile_ahead(make_calls, device, num_processes)
+        if compiler is not None:
+            needed = compiler.compiled_elsewhere(described, device)
+            if needed is None:
+                needed = compiler.compile_calls(make_calls, device, num_processes)
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        make_calls(device)
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        calls = make_calls(device)
+        for i in calls.of_lines() if needed is None else needed:
+            calls[i]()
     stream.synchronize()
 
 
@@ -149,21 +158,53 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+class CallList(list[Callable[[], Any]]):
+    """Calls that a warm-up makes.
+
+    Attributes:
+        lines: ranges of neighbours along which kernels change once or never
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[range] = []
+
+    def add_line(self, calls: Iterable[Callable[[], Any]]) -> None:
+        first = len(self)
+        self.extend(calls)
+        if len(self) > first:
+            self.lines.append(range(first, len(self)))
+
+    def add_each(self, calls: Iterable[Callable[[], Any]]) -> None:
+        """Calls each of which is a line."""
+        for call in calls:
+            self.add_line([call])
+
+    def of_lines(self) -> Iterator[int]:
+        """Some calls of each line, where nobody looks which kernels they take."""
+        for line in self.lines:
+            yield from sorted({line[(len(line) - 1) * i // 4] for i in range(5)})
+
+
 def in_turn(*warmups: tuple[str, Callable[[torch.device], Any]]) -> tuple[str, Callable]:
-    """Several warm-ups as one: their descriptions, and a function that makes their calls."""
+    """Several warm-ups as one: their descriptions, and a function that returns their calls."""
     texts, makers = zip(*warmups, strict=True)
     return "; ".join(texts), functools.partial(_make_in_turn, makers)
 
 
-def _make_in_turn(makers: tuple[Callable[[torch.device], Any], ...], device: torch.device) -> None:
-    with torch.inference_mode():
-        for make in makers:
-            for call in make(device) or ():  # one makes its calls, or returns them
-                call()
+def _make_in_turn(
+    makers: tuple[Callable[[torch.device], Any], ...], device: torch.device
+) -> CallList:
+    found = CallList()
+    for make in makers:
+        calls = make(device)
+        for line in getattr(calls, "lines", None) or [range(i, i + 1) for i in range(len(calls))]:
+            found.add_line(calls[i] for i in line)
+    return found
 
 
-def calls_of(*arguments: Any) -> tuple[str, Callable[[torch.device], None]]:
-    """A description of a warm-up, and the function that makes its calls on a device: from the
+def calls_of(*arguments: Any) -> tuple[str, Callable[[torch.device], CallList]]:
+    """A description of a warm-up, and the function that returns its calls on a device: from the
     arguments of `_make_calls`. Layouts and other tensors are described by their shapes alone.
     """
     *plain, layout, options = arguments
@@ -185,58 +226,74 @@ def _make_calls(
     layout: BlockSparseLayout | None,
     options: dict[str, Any],
     device: torch.device,
-) -> None:
-    """Call the operators with all sizes for which kernels may differ."""
-    head_dim = dims[0]
+) -> CallList:
+    """Calls of the operators with all sizes for which kernels may differ."""
+    calls, new = CallList(), functools.partial(torch.zeros, device=device)
+    fresh = [new(max_tokens, num_kv_heads, dim, dtype=dtype) for dim in dims]
+    queries = new(max_tokens, num_heads, dims[0], dtype=dtype)
+    rows = max_tokens if page_size is None else page_size * -(-max_tokens // page_size)
+    cached = [new(rows, num_kv_heads, dim, dtype=kv_dtype) for dim in dims]
+    if page_size is not None:
+        cached = [x.unflatten(0, (-1, page_size)).transpose(1, 2) for x in cached]
 
-    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def write(tokens: int, of_slots: torch.dtype) -> None:
+        # a negative slot writes nothing
+        slots = torch.full((tokens,), -1, dtype=of_slots, device=device)
+        reshape_and_cache(fresh[0], fresh[1], (cached[0], cached[1]), slots)
 
-    new = [zeros(max_tokens, num_kv_heads, dim, dtype=dtype) for dim in dims]
-    queries = zeros(max_tokens, num_heads, head_dim, dtype=dtype)
-    if page_size is None:
-        packed = [zeros(max_tokens, num_kv_heads, dim, dtype=kv_dtype) for dim in dims]
-    else:
-        pages = -(-max_tokens // page_size)
-        k_cache, v_cache = (
-            zeros(pages, page_size, num_kv_heads, dim, dtype=kv_dtype).transpose(1, 2)
-            for dim in dims
-        )
-        for tokens in sizes_up_to(max_tokens):
-            # a negative slot writes nothing; PagedKVCache has slots of 32 bits, engines of 64
-            for of_slots in (torch.int64, torch.int32):
-                slots = torch.full((tokens,), -1, dtype=of_slots, device=device)
-                reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
-    attend: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
-    with torch.inference_mode():
-        lengths_of_queries = [*sizes_up_to(max_tokens), *RAGGED]
-        for batch, length in itertools.product(sizes_up_to(max_batch), lengths_of_queries):
-            total = batch * length
-            if total > max_tokens:
-                continue
-            if layout is not None:
-                listed = _for_batch(layout, batch).arguments()
-                attend[1:] = [functools.partial(blocksparse, **listed, **options)]
-            q = queries[:total]
-            starts = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
-            for op in attend:
-                if page_size is None:
-                    results = op(q, packed[0][:total], packed[1][:total], cu_seqlens_q=starts)
-                    continue
-                # no sequence has a key: the kernel returns at once
-                lengths = {"cu_seqlens_q": starts, "seqused_k": zeros(batch, dtype=torch.int32)}
-                for context in CONTEXTS:
-                    table = zeros(batch, -(-context // page_size), dtype=torch.int32)
-                    hints: list[dict[str, int]] = [{}]
-                    if length <= FEW:
-                        # max_seqlen_k is missing, or small, or what the block table holds
-                        longest = {"max_seqlen_q": length}
-                        reaches = CONTEXTS[0], context
-                        hints += longest, *({**longest, "max_seqlen_k": n} for n in reaches)
-                    elif context == CONTEXTS[-1]:
-                        # small values need no call: a narrow block table has the same effect
-                        hints.append({"max_seqlen_k": context})
-                    for said in hints:
-                        results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)
+    def attend(op: Callable[..., Any], batch: int, total: int, keys: int, **hints: int) -> Any:
+        """`keys`: of the block table. No sequence has any: the kernel returns at once."""
+        q, starts = queries[:total], new(batch + 1, dtype=torch.int32)
+        if page_size is None:
+            return op(q, *(x[:total] for x in cached), cu_seqlens_q=starts)
+        table = torch.empty(batch, -(-keys // page_size), dtype=torch.int32, device=device)
+        lengths = {"cu_seqlens_q": starts, "seqused_k": new(batch, dtype=torch.int32)}
+        return op(q, *cached, block_table=table, **lengths, **hints)
+
+    def merge() -> None:
+        results = attend(functools.partial(flash_varlen, **options), 1, 1, CONTEXTS[0])
         if results[0].dtype.itemsize > 1:
             merge_states(*results, *results)
+
+    if page_size is not None:
+        # PagedKVCache has slots of 32 bits, engines of 64
+        kinds = torch.int64, torch.int32
+        of_tokens = itertools.product(sizes_up_to(max_tokens), kinds)
+        calls.add_each(functools.partial(write, *x) for x in of_tokens)
+    for batch, total, longest in _batches(max_batch, max_tokens):
+        ops: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
+        if layout is not None:
+            listed = _for_batch(layout, batch).arguments()
+            ops.append(functools.partial(blocksparse, **listed, **options))
+        for op in ops:
+            call = functools.partial(attend, op, batch, total)
+            if page_size is None:
+                calls.add_each([functools.partial(call, 0)])
+                continue
+            # of few tiles kernels change often
+            add = calls.add_each if longest == 1 or total <= ALL_UP_TO else calls.add_line
+            for line in _lines_of_keys(longest):
+                add(functools.partial(call, keys, **hints) for keys, hints in line)
+    calls.add_each([merge])
+    return calls
+
+
+def _batches(max_batch: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Sequences, queries, and those of the longest: all alike, or one shorter than the others."""
+    lengths = sizes_up_to(max_tokens) + list(RAGGED)
+    for batch, longest in itertools.product(sizes_up_to(max_batch), lengths):
+        for total in (batch * longest, batch * longest - 1):
+            if max(batch, longest) <= total <= max_tokens:
+                yield batch, total, longest
+
+
+def _lines_of_keys(longest: int) -> Iterator[list[tuple[int, dict[str, int]]]]:
+    """Keys of block tables, and hints: each table without a hint on keys, and of some tables all
+    values of the hint between which kernels may differ."""
+    said: list[dict[str, int]] = [{}]  # as of a chunk of a prompt beside decodes
+    if 1 < longest <= FEW:
+        said.append({"max_seqlen_q": longest})
+    for hints in said:
+        yield [(keys, hints) for keys in key_hints(CONTEXTS[-1])]
+        for keys in TABLES:
+            yield [(keys, {**hints, "max_seqlen_k": n}) for n in key_hints(keys)]

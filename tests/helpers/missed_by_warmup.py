@@ -10,8 +10,8 @@ from cross_compile import elsewhere
 HEADS, PAGE_SIZE = (8, 2), 16
 MOST_SEQUENCES, MOST_TOKENS = 64, 2048
 
-# queries and keys of the sequences of a step
-Step = tuple[list[int], list[int]]
+# queries and keys of the sequences of a step, and columns of its block table; 0: as few as can be
+Step = tuple[list[int], list[int], int]
 
 
 def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
@@ -19,15 +19,19 @@ def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
     from triton.runtime.jit import JITFunction, compute_cache_key
 
     from torch_paged_attn import _warmup
+    from torch_paged_attn.backends.triton.compile_ahead import sample
     from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
 
     keys: set[str] = set()
+    of_call: list[str] = []
     ops = "flash_varlen", "reshape_and_cache", "merge_states"
 
     def note(kernel, *args, grid, warmup, **kwargs):
         *_, key_cache, _, _, bind = kernel.device_caches[arch]
         _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
-        keys.add(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
+        key = kernel.__name__ + compute_cache_key(key_cache, specialization, options)
+        keys.add(key)
+        of_call.append(key)
 
     def attend(q, k, v, *, cu_seqlens_q, seqused_k, block_table, **options):
         hints = (options.pop(f"max_seqlen_{x}", 0) for x in "qk")
@@ -40,13 +44,21 @@ def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
         stack.enter_context(elsewhere(arch))
         for op, stand_in in zip(ops, (attend, *2 * (lambda *args: None,)), strict=True):
             stack.enter_context(mock.patch.object(_warmup, op, stand_in))
-        _warmup._make_calls(
+        calls = _warmup._make_calls(
             *HEADS, (128, 128), torch.bfloat16, torch.bfloat16, PAGE_SIZE,
             MOST_SEQUENCES, MOST_TOKENS, None, {"causal": True}, torch.device("cpu"),
         )  # fmt: skip
+
+        def taken(i):
+            of_call.clear()
+            calls[i]()
+            return tuple(of_call)
+
+        for line in calls.lines:
+            sample(line, taken)
         warmed = count = len(keys)
-        for queries, contexts in steps:
-            width = -(-max(contexts) // PAGE_SIZE)
+        for queries, contexts, columns in steps:
+            width = max(columns, -(-max(contexts) // PAGE_SIZE))
             attend(
                 torch.zeros(sum(queries), 8, 128, dtype=torch.bfloat16), *cache,
                 cu_seqlens_q=torch.tensor([0, *queries]).cumsum(0).int(),
@@ -55,6 +67,9 @@ def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
                 max_seqlen_k=max(contexts),
             )  # fmt: skip
             if len(keys) > count:
-                missed.append(f"{len(queries)} sequences, {max(queries)}, {max(contexts)}")
+                found = (
+                    f"{len(queries)} sequences, {sum(queries)} and at most {max(queries)} queries"
+                )
+                missed.append(f"{found}, {max(contexts)} keys of {width * PAGE_SIZE}")
                 count = len(keys)
     return warmed, missed

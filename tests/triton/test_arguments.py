@@ -19,8 +19,7 @@ FILES = sorted(Path(portable.__file__).parent.rglob("*.py"))
 KERNELS = (
     *("_attention_fwd_kernel", "_graph_attention_fwd_kernel"),
     *("_attention_dq_kernel", "_attention_dkdv_kernel", "_attention_dbias_kernel"),
-    *("_transpose_kernel", "_top_units_kernel"),
-    "_count_units_kernel",
+    *("_top_units_kernel", "_count_units_kernel"),
 )
 
 

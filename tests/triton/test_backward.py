@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import triton.language as tl
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout
 from torch_paged_attn.testing import Layout, Problem, assert_accurate_gradients, build
@@ -27,6 +28,12 @@ def backward_call(problem, device, **changes):
     return BackwardCall(forward, **given)
 
 
+def statistics_of(plan, call, **options):
+    forward = call.forward
+    tensors = call.dout, call.dlse, call.out, call.softmax_lse, forward.sinks
+    return plan(*tensors, forward.cu_seqlens_q, **options)
+
+
 def test_statistics(kernels, device):
     """Every row is in its place, and everything is written."""
     from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
@@ -40,9 +47,7 @@ def test_statistics(kernels, device):
     call = backward_call(problem, device, **whole)
     call.forward.sinks[0] = float("-inf")
     forward = call.forward
-    statistics, parts, _ = plan_statistics(call)(
-        call.dout, call.dlse, call.out, call.softmax_lse, forward.sinks, forward.cu_seqlens_q
-    )
+    statistics, parts, _ = statistics_of(plan_statistics(call), call)
     bounds = forward.cu_seqlens_q.tolist()
     assert statistics.shape == (2, forward.total_q // 64 + len(seqs) + 1, 2, 64)
     want = torch.zeros_like(statistics)
@@ -58,21 +63,27 @@ def test_statistics(kernels, device):
     assert parts.sum(1)[0] == 0 and parts.sum(1)[1] != 0
 
 
-def test_transposed_lists(device):
-    """The rows of each column, ascending; a wild entry is no column's."""
-    from torch_paged_attn.backends.triton.portable.backward.transposed_lists import (
-        plan_transposed_lists,
-    )
+@pytest.mark.parametrize("most_in_grid", [4096, 1])
+def test_transposed_lists(most_in_grid, device, monkeypatch):
+    """The rows of each column, ascending; a wild entry is no column's. Of a program's several lists
+    in a row of the grid, too."""
+    from torch_paged_attn.backends.triton.common import transposed_lists
+    from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
 
+    monkeypatch.setattr(transposed_lists, "MOST_IN_GRID", tl.constexpr(most_in_grid))
     problem = Problem("lists", ((150, 0), (40, 210)), layout=Layout(16, 32, "kv", True, 0.4))
-    args = build(problem).to(device).args
-    crow, col = args["crow_indices"], args["col_indices"]
+    call = backward_call(problem, device)
+    crow, col = call.forward.layout.crow_indices, call.forward.layout.col_indices
     wild = col.clone()
     wild[0, 0, 0] = -7
+    alone, _, _ = statistics_of(plan_statistics(call), call)
     for entries in (col, wild):
         layout = BlockLayout(crow, entries, 16, 32)
         columns = -(-250 // 32)
-        rows, starts, counts = plan_transposed_lists(layout, 250)(crow, entries)
+        lists = transposed_lists.TransposedLists(layout, 250)
+        made = lists.new(crow, entries)
+        statistics, _, _ = statistics_of(plan_statistics(call, lists=lists), call, layout=made)
+        assert torch.equal(statistics, alone)
         for b in range(2):
             for h in range(2):
                 of_column = [[] for _ in range(columns)]
@@ -83,8 +94,8 @@ def test_transposed_lists(device):
                             of_column[c].append(row)
                 at = 2 * b + h
                 for c, want in enumerate(of_column):
-                    start, count = int(starts[at, c]), int(counts[at, c])
-                    assert rows[at, start : start + count].tolist() == want
+                    start, count = int(made.starts[at, c]), int(made.counts[at, c])
+                    assert made.rows[at, start : start + count].tolist() == want
 
 
 @pytest.mark.parametrize(

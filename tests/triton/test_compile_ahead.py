@@ -42,13 +42,13 @@ def hopper(monkeypatch, tmp_path):
 
 def test_each_kernel_once(hopper):
     dtypes = torch.bfloat16, torch.float16, torch.bfloat16
-    compile_ahead.compile_ahead(functools.partial(merge, dtypes), CPU, 2)
+    compile_ahead.compile_calls(functools.partial(merge, dtypes), CPU, 2)
     assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
 
 
 def test_failures_are_reported(hopper):
     with pytest.warns(UserWarning, match=r"1 of 1 processes .* nothing to call on cpu"):
-        compile_ahead.compile_ahead(refuse, CPU, 1)
+        compile_ahead.compile_calls(refuse, CPU, 1)
 
 
 def two_calls(device):

@@ -23,17 +23,11 @@ STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 ARCHES = ("sm90", "sm80", "gfx942")
 MORE = {
     ("gfx942", "paged_kv_cache"): 7,
-    # Tiles for few and for many queries, numbered and listed, and two kernels that list. Without
-    # two of the ways there would be six, and steps would take up to 1.15 of the time
-    ("sm90", "sglang/mixed"): 7,
-    ("sm90", "sglang/mixed_pages"): 8,
-    ("sm90", "nano_vllm/prefill"): 8,
-    # the same and four of the cache's write; vLLM has them compiled before it serves
-    ("sm90", "vllm/mixed"): 11,
-    # A forward and a backward, counted together. Under a layout three kernels, whatever the sizes
-    # are, and four of the backward; of lists of blocks the portable kernel for the fewest tokens,
-    # Hopper's and five that sort lists and add up parts, and two of the backward.
-    ("sm90", "blocksparse/training"): 7,
+    # Tiles for few and for many queries, a kernel that lists, and four of the cache's write, for up
+    # to 256 tokens, up to 1,024 and more; vLLM has them compiled before it serves
+    ("sm90", "vllm/mixed"): 8,
+    # A forward and a backward, counted together. Of lists of blocks the portable kernel for the
+    # fewest tokens, Hopper's and five that sort lists and add up parts, and two of the backward.
     ("sm90", "selected/training_blocks"): 9,
     # The portable kernel for the shortest; a list and two of Hopper's, with all heads of a group in
     # a tile or, where one head fills it, with one (sharing takes 1 to 15 % longer); statistics and

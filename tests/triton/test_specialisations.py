@@ -62,7 +62,9 @@ def drawn_steps(count):
         if number % 4 > 1:
             queries[-1] = int((MOST_TOKENS - sum(queries[:-1])) ** g.random())
         longest = int(100 * 1000 ** g.random())
-        yield queries, [n + g.randint(longest // 2, longest) for n in queries]
+        # tables as wide as the step needs, or as the engine's longest sequence
+        columns = 0 if number % 3 else g.choice((64, 256, 1024, 4096))
+        yield queries, [n + g.randint(longest // 2, longest) for n in queries], columns
 
 
 def test_warmup_leaves_nothing_to_compile(compiler):
@@ -87,8 +89,16 @@ def test_warmup_of_lists(monkeypatch):
     job = _model_calls.selected_calls_of(
         *(8, 1, 72, 64, {}, torch.bfloat16, torch.bfloat16, 16, 2, 64, 32, 1)
     )
-    described, make = _warmup.in_turn(("first", made.append), job)
-    make(torch.device("cpu"))
+
+    def first(device):
+        return [lambda: made.append(device)]
+
+    described, make = _warmup.in_turn(("first", first), job)
+    calls = make(torch.device("cpu"))
+    assert asked == made == []
+    for line in calls.lines:
+        for i in line:
+            calls[i]()
     assert described.startswith("first; selected") and made == [torch.device("cpu")]
     assert len(asked) > 10 and {x["select_size"] for x in asked} == {1}
     with pytest.raises(ValueError, match=r"warmup\(\): expected page_size"):

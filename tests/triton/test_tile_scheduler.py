@@ -98,23 +98,22 @@ CUT = {
 )
 def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, device):
     seqs = CUT[name]
-    tokens, block_n, most_parts = 32, 128, 264
+    tokens, block_n, most_parts, room = 32, 128, 264, 528
     query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
     cu_seqlens_q = cumulative(query_lens)
     used = cumulative(key_lens).diff()
     options = TileOptions(
-        True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
-        COUNTERS=2 * most_parts,
+        True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=room, COUNTERS=2 * room,
     )  # fmt: skip
     chip = Chip(132, units_per_tile, kv_heads, 2**30, 1.0, 0.75, 0.75)
     sizes = len(seqs), sum(query_lens), max(key_lens)
-    list_tiles = plan_tile_list(*sizes, options, device, chip)
+    list_tiles = plan_tile_list(*sizes, options, device, chip, most_parts)
     order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
 
-    assert order.flatten()[8 : 8 + 2 * most_parts].eq(0).all()
+    assert order.flatten()[8 : 8 + 2 * room].eq(0).all()
     claimed, count = order[0, :2].tolist()
     assert claimed == 0
-    entries = order[1 + 2 * most_parts // 8 :][:count].tolist()
+    entries = order[1 + 2 * room // 8 :][:count].tolist()
     pieces, costs, parts = collections.defaultdict(list), [], []
     for b, first, _, query_len, _, key_len, stop, word in entries:
         first_part, piece, of = word >> 16, word >> 8 & 255, word & 255

@@ -192,8 +192,8 @@ class Backend:
         return False
 
     def compiler(self) -> Any:
-        """The module that compiles kernels in processes of their own: `compile_ahead`,
-        `compile_calls` and `remembered` of backends/triton/compile_ahead.py. None if there is
+        """The module that compiles kernels in processes of their own: `compile_calls`,
+        `compiled_elsewhere` and `remembered` of backends/triton/compile_ahead.py. None if there is
         nothing to compile in advance.
         """
         return None

@@ -1,5 +1,5 @@
 """`blocksparse_backward` on GPUs: the kernel of dQ loops over the blocks of a layout's row, as the
-forward does, that of dK and dV over those of a column (`portable/backward/transposed_lists.py`).
+forward does, that of dK and dV over those of a column (`common/transposed_lists.py`).
 """
 
 from torch_paged_attn.backends.triton.flash_varlen_backward import BackwardOp

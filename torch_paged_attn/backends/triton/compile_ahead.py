@@ -70,16 +70,11 @@ class Job(NamedTuple):
     make_calls: Calls
 
 
-def compile_ahead(make_calls: Calls, device: torch.device, num_processes: int) -> None:
-    """Compile the kernels of the calls for a device of this machine, by so many processes at once.
-    If a process fails, a warning says why, and its share is left to whoever needs it.
-    """
-    _compile_here(make_calls, device, num_processes)
-
-
 def compile_calls(make_calls: Calls, device: torch.device, num_processes: int) -> list[int]:
-    """The same for a function that returns a list of calls, of which each process makes a share.
-    Returns the indices of some calls: they take all kernels that any of the calls takes.
+    """Compile the kernels of the calls for a device of this machine, by so many processes at once,
+    each of which makes a share of the calls that `make_calls` returns. Returns the indices of some
+    calls: they take all kernels that any of the calls takes. If a process fails, a warning says
+    why, and its share is left to whoever needs it.
     """
     return _indices(_compile_here(make_calls, device, num_processes))
 

@@ -11,7 +11,8 @@ element is written.
 A sink acts as a key whose value is 0, so its gradient is that of a logit: -sum of P D over the rows
 of its head. Each program writes its part of that sum, and the parts are added in order.
 
-On Hopper further programs list the tiles of keys, which a kernel after this one takes in order.
+On Hopper further programs list the tiles of keys, which a kernel after this one takes in order; in
+the portable backward they make the transposed lists of a block layout.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,13 @@ from torch_paged_attn.backends.triton.common.key_tiles import (
 )
 from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, num_tiles, query_span
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.common.transposed_lists import (
+    ListPointers,
+    ListSizes,
+    TransposedLists,
+    rows_of_grid,
+    transpose_column,
+)
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
@@ -138,17 +146,33 @@ def _statistics_of_tile(
     tl.store(tile + ROWS + r, delta)
 
 
-@triton.jit(do_not_specialize=("dlse_head", "lse_head", "total_q", "total_k", "batch", "parts"))
+@triton.jit(
+    do_not_specialize=(
+        *("dlse_head", "lse_head", "total_q", "total_k", "batch", "parts"),
+        *ListSizes._fields,
+    )
+)
 def _statistics_kernel(
     pointers,
     lengths,
+    layout,
     strides,
+    layout_strides,
     dlse_head,
     lse_head,
     total_q,
     total_k,
     batch,
     parts,
+    crow_batch,
+    crow_head,
+    col_batch,
+    col_head,
+    layout_rows,
+    nnz,
+    columns,
+    layout_heads,
+    lists,
     HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -158,7 +182,8 @@ def _statistics_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     """A program computes a tile of a head; with KEY_TILES, programs of one more head, which start
-    first, make the `parts` of the list of tiles of keys."""
+    first, make the `parts` of the list of tiles of keys; with a layout, those of some more heads
+    make the lists of its columns."""
     gdc_wait(IS_DEPENDENT)
     number, head = tl.program_id(0), tl.program_id(1)
     if KEY_TILES is not None:
@@ -172,6 +197,21 @@ def _statistics_kernel(
                 number, head - 1, pointers, strides, dlse_head, lse_head, total_q, batch,
                 HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
             )  # fmt: skip
+    elif layout is not None:
+        sizes = ListSizes(
+            crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, layout_heads,
+            lists,
+        )  # fmt: skip
+        rows = rows_of_grid(lists)
+        if head < rows:
+            programs = tl.num_programs(0)
+            for i in tl.range(head * programs + number, lists, rows * programs):
+                transpose_column(i, layout, layout_strides, sizes)
+        else:
+            _statistics_of_tile(
+                number, head - rows, pointers, strides, dlse_head, lse_head, total_q, batch,
+                HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+            )  # fmt: skip
     else:
         _statistics_of_tile(
             number, head, pointers, strides, dlse_head, lse_head, total_q, batch,
@@ -180,15 +220,21 @@ def _statistics_kernel(
 
 
 def plan_statistics(
-    call: BackwardCall, *, natural: bool = False, key_tiles: KeyTiles | None = None
+    call: BackwardCall,
+    *,
+    natural: bool = False,
+    key_tiles: KeyTiles | None = None,
+    lists: TransposedLists | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """A function that computes the statistics of calls like this one, from dout, dlse, out,
-    softmax_lse, sinks, cu_seqlens_q and, with key_tiles, cu_seqlens_k and seqused_k. It returns the
-    statistics, the parts of each sink's negative gradient, `(num_heads, tiles)`, and the list of
-    the tiles of keys; None for what is not wanted.
+    softmax_lse, sinks, cu_seqlens_q and, with key_tiles, cu_seqlens_k and seqused_k; with lists, it
+    fills in `layout`, which `lists` makes. It returns the statistics, the parts of each sink's
+    negative gradient, `(num_heads, tiles)`, and the list of the tiles of keys; None for what is not
+    wanted.
 
     natural: whether lse is in base e
     key_tiles: the tiles of keys that are listed; None: none are
+    lists: the lists of a layout's columns; not with key_tiles
     """
     forward, device = call.forward, call.dout.device
     target = target_of(device)
@@ -203,9 +249,12 @@ def plan_statistics(
         new_list = Allocation((1 + listed, ENTRY.value), torch.int32, device)
         parts = num_parts(listed)
     dout, dlse = call.dout, call.dlse
+    more = int(key_tiles is not None) if lists is None else lists.rows_of_grid(tiles)
     launch = Launch(
         _statistics_kernel,
-        (tiles, forward.num_heads + (key_tiles is not None)),
+        (tiles, forward.num_heads + more),
+        **(ListSizes() if lists is None else lists.sizes)._asdict(),
+        layout_strides=None if lists is None else lists.strides,
         strides=StatisticsStrides(
             dout_token=dout.stride(0),
             dout_head=dout.stride(1),
@@ -237,6 +286,7 @@ def plan_statistics(
         sinks: Tensor | None,
         cu_seqlens_q: Tensor,
         *of_keys: Tensor | None,
+        layout: ListPointers | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         statistics = new_statistics()
         sink_parts = new_parts() if has_parts else None
@@ -254,6 +304,7 @@ def plan_statistics(
                 tile_list=tile_list,
             ),
             None if tile_list is None else (cu_seqlens_q, *of_keys, None),
+            layout,
         )
         return statistics, sink_parts, tile_list
 

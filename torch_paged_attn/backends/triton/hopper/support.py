@@ -353,8 +353,12 @@ def most_parts(call: AttentionCall, is_uneven: bool) -> int:
         most_tiles *= MOST_WAVES
     if not is_uneven and (tiles >= most_tiles or keys < LEAST_CUT):
         return 0
-    each = PARTS_PER_MULTIPROCESSOR
     # a tile more than programs is cut in many, or all wait for it
-    if 2 * tiles >= multiprocessors and width_of(call.head_dim_v) <= 128:
-        each *= 2
-    return each * multiprocessors
+    is_many = 2 * tiles >= multiprocessors
+    return most_room(call) if is_many else PARTS_PER_MULTIPROCESSOR * multiprocessors
+
+
+def most_room(call: AttentionCall) -> int:
+    """The most pieces of tiles that calls of a model are cut in, whatever their sizes are."""
+    most = PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
+    return 2 * most if width_of(call.head_dim_v) <= 128 else most

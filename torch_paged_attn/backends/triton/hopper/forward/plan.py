@@ -128,7 +128,7 @@ def _kind_of_launches(
         # where it lies may differ with the sizes
         return LaunchKind(call, out, config, packed_heads, form)
     # what of the sizes `tiles.options_of` and `scalars_of` go by
-    parts = tiles.parts_of(call, config, form)
+    parts = tiles.room_of(call, config, form)
     shares = tiles.shares_parts(call, parts, form)
     kinds, key = kind_of(call, _no_launches_yet), (config, packed_heads, form, parts, shares)
     if key not in kinds:
@@ -160,6 +160,7 @@ def plan_launches(
             tiles.tile_options_of(options, skips),
             call.q.device,
             tiles.chip_of(call, options) if options.MOST_PARTS else None,
+            tiles.parts_of(call, config or chosen, form),
             kind.lists[skips],
         )
     programs = tiles.grid_of(call, options, form)

@@ -50,6 +50,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     is_sorted,
     key_bound,
     most_parts,
+    most_room,
     reach_of,
     width_of,
 )
@@ -96,7 +97,8 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
 
 
 def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
-    """How many pieces of tiles there may be, unless keys are dealt out."""
+    """How many pieces of tiles there may be, unless keys are dealt out: no more than `room_of` has
+    room for."""
     # pieces are merged on the way to a result of 16 bits
     if call.result_dtype == torch.float32:
         return 0
@@ -106,6 +108,16 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
         return 0
     parts = most_parts(call, form.is_cut)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
+
+
+def room_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
+    """For how many pieces of tiles a kernel has room: the same for few tiles as for many, since a
+    kernel is compiled for the number."""
+    parts = parts_of(call, config, form)
+    if parts == 0 or (form.is_numbered and call.is_batch_invariant):
+        return parts
+    room = most_room(call)
+    return room * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else room
 
 
 def _most_units(call: AttentionCall) -> int:
@@ -155,10 +167,10 @@ def options_of(
     form: Form = FORM,
 ) -> Options:
     """What the kernel is compiled for; no address is part of it, and of the sizes what follows from
-    them for `parts_of`."""
+    them for `room_of`."""
     layout = call.layout
     is_float32 = call.result_dtype == torch.float32
-    parts = parts_of(call, config, form)
+    parts = room_of(call, config, form)
     is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
     if is_dealt:
         # of each program

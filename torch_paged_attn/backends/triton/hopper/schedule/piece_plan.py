@@ -99,9 +99,10 @@ def _number(i):
 
 
 @triton.jit
-def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
+def _time(entries, parts, work, reads, longest, most_parts, chip):
     """Of launches whose longest tile is cut in so many pieces as are tried; `entries` and `parts`,
-    those of tiles that are cut, `work` and `reads`, tiles of keys, are of one head.
+    those of tiles that are cut, `work` and `reads`, tiles of keys, are of one head. There may be
+    `most_parts` of all heads.
     """
     pieces = _number(tl.arange(0, TRIED))
     is_cut = pieces > 1
@@ -120,9 +121,7 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
     of_merging = tl.where(units <= chip.programs, chip.shared_cost, chip.merge_cost)
     time += tl.where(is_cut, of_merging * pieces, 0.0)
     is_possible = (
-        (pieces <= longest)
-        & (longest <= MOST_LENGTH)
-        & (parts * chip.units_per_tile <= OPTIONS.MOST_PARTS)
+        (pieces <= longest) & (longest <= MOST_LENGTH) & (parts * chip.units_per_tile <= most_parts)
     )
     return tl.where(is_possible | (pieces == 1), time, float("inf"))
 
@@ -137,15 +136,15 @@ def _quotients(visited, longest):
 
 
 @triton.jit
-def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
-    """Tiles of keys of the longest piece."""
+def plan_pieces(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl.constexpr):
+    """Tiles of keys of the longest piece, of which there may be `most_parts`, of all heads."""
     if OPTIONS.STRETCH > 0:
-        return _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS)
-    return _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS)
+        return _longest_whole(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS)
+    return _plan_even(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS)
 
 
 @triton.jit
-def _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
+def _longest_whole(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl.constexpr):
     """Where pieces are stretches of keys, which are left without regard to the batch: how many
     tiles of keys a tile that is not cut may visit. Some part of a program's share, or all."""
     work = tl.zeros([SCANNED], tl.float32)
@@ -181,14 +180,14 @@ def _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexp
         cut = pieces_of(query_len[:, None], key_len[:, None], allowed[None, :], chip, OPTIONS)
         parts += tl.where(cut > 1, each * cut, 0)
         most = tl.maximum(most, cut)
-    is_room = tl.sum(parts, 0) * chip.units_per_tile <= OPTIONS.MOST_PARTS
+    is_room = tl.sum(parts, 0) * chip.units_per_tile <= most_parts
     found = tl.min(tl.where(is_room & (tl.max(most, 0) < 256), allowed, WHOLE), 0)
     is_even = of_whole <= MOST_UNEVEN * share + 1.0
     return tl.where(is_even, WHOLE, found)
 
 
 @triton.jit
-def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
+def _plan_even(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS: tl.constexpr):
     """The same where pieces are about as long as each other."""
     WEIGHED: tl.constexpr = OPTIONS.WEIGHED
     window_left = chip.window_left
@@ -223,6 +222,6 @@ def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
     entries, parts = tl.sum(entries, 0), tl.sum(parts, 0)
     work, reads = tl.sum(work, 0), tl.sum(reads, 0)
 
-    chosen = tl.argmin(_time(entries, parts, work, reads, longest, chip, OPTIONS), 0)
+    chosen = tl.argmin(_time(entries, parts, work, reads, longest, most_parts, chip), 0)
     length = tl.maximum(tl.cdiv(longest, _number(chosen)), 1)
     return tl.where(chosen == 0, WHOLE, length)

@@ -51,7 +51,7 @@ class TileOptions(NamedTuple):
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
     TOKENS: int  # of a tile; 0: a number of the launch, as BLOCK_N is then
     BLOCK_N: int  # of the tiles that it visits, in which its work is counted
-    MOST_PARTS: int = 0  # pieces of tiles that are cut, of all heads; 0: none is
+    MOST_PARTS: int = 0  # pieces of tiles that there is room for, of all heads; 0: none is cut
     COUNTERS: int = 0  # words before the entries, which begin as zeros
     PLACED: int = 16  # tiles that a program places
     # sequences that are looked at at a time: while tiles are placed, while it is found where they
@@ -101,7 +101,7 @@ def _spans_of(other, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     return length, keys, context_len, missing
 
 
-@triton.jit(do_not_specialize=("batch", "total_q", "max_keys", "tokens", "block_n"))
+@triton.jit(do_not_specialize=("batch", "total_q", "max_keys", "tokens", "block_n", "most_parts"))
 def _tile_order_kernel(
     tile_list_ptr,
     lengths,
@@ -110,6 +110,7 @@ def _tile_order_kernel(
     max_keys,
     tokens,
     block_n,
+    most_parts,
     chip,
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -131,7 +132,7 @@ def _tile_order_kernel(
     cu_seqlens_q_ptr = lengths[0]
     run = 0  # tiles of keys of the longest piece
     if IS_CUT:
-        run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
+        run = plan_pieces(lengths, batch, total_q, max_keys, most_parts, chip, OPTIONS)
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     # by element, and only after a loop those of all: each sum of a program is a barrier
     before = tl.zeros([PLACED, STARTS], tl.int32)
@@ -246,10 +247,12 @@ def plan_tile_list(
     options: TileOptions,
     device: torch.device,
     chip: Chip | None = None,
+    most_parts: int | None = None,
     like: list[Launch] | None = None,
 ) -> Callable[..., Tensor]:
     """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
-    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut. `like`
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut, in
+    `most_parts` pieces of all heads, or as many as there is room for if that is not given. `like`
     keeps the first launch for lists that differ in these sizes alone.
 
     A list is a header (units of work claimed: 0, number of entries), counters, and for each tile or
@@ -260,7 +263,8 @@ def plan_tile_list(
     shape = list_shape(batch, total_q, max_keys, options)
     new_list = Allocation(shape, torch.int32, device)
     grid = (-(-tiles // options.PLACED),)
-    sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
+    sizes: dict[str, Any] = dict(batch=batch, total_q=total_q, max_keys=max_keys)
+    sizes["most_parts"] = most_parts or options.MOST_PARTS if chip is not None else None
     if like:
         launch = like[0].resized(grid, **sizes)
     else:

@@ -22,7 +22,7 @@ def _extended(name: str, group: Any, *more: str) -> Any:
 
 
 # `out` and `lse` are None, since the kernels read the statistics instead. The listing_* are those
-# of `transposed_lists.py`
+# of `common/transposed_lists.py`
 BackwardPointers: Any = _extended(
     "BackwardPointers",
     groups.Pointers,

@@ -21,7 +21,7 @@ from torch_paged_attn.backends.triton.portable.backward.gradients import (
     probabilities,
     survivors,
 )
-from torch_paged_attn.backends.triton.portable.backward.transposed_lists import listing_rows
+from torch_paged_attn.backends.triton.portable.backward.listing_rows import listing_rows
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     load_chunks,
     zero_chunks_unless,

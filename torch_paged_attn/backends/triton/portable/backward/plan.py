@@ -21,13 +21,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.common.transposed_lists import TransposedLists
 from torch_paged_attn.backends.triton.portable.backward import arguments as backward_arguments
 from torch_paged_attn.backends.triton.portable.backward.dbias import _attention_dbias_kernel
 from torch_paged_attn.backends.triton.portable.backward.dkdv import _attention_dkdv_kernel
 from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_kernel
-from torch_paged_attn.backends.triton.portable.backward.transposed_lists import (
-    plan_transposed_lists,
-)
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments
@@ -196,7 +194,6 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     is_shared = wants_dbias and bias is not None and bias.shape[0] < forward.num_heads
     kernels = _Kernels(call, config)
     is_natural = kernels.formats.is_precise or (bias is not None and bias.dtype != torch.bool)
-    statistics_of = plan_statistics(call, natural=is_natural)
     dkdv = kernels.dkdv() if wants_dk or wants_dv else None
     has_dbias = wants_dbias and not is_shared
     # the kernel only visits listed blocks, so dbias of the others has to be zeroed first
@@ -207,7 +204,8 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     dbias = kernels.dbias(bias.shape[2]) if is_shared and bias is not None else None
     lists_of = None
     if layout is not None and dkdv is not None:
-        lists_of = plan_transposed_lists(layout, _position_bound(forward))
+        lists_of = TransposedLists(layout, _position_bound(forward))
+    statistics_of = plan_statistics(call, natural=is_natural, lists=lists_of)
     new_results = [Allocation.like(x) for x in results]
     # a kernel also writes results that are not wanted, to spare memory
     spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]
@@ -219,17 +217,21 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
         given: dict[str, Any] = nothing | dict(zip(names, tensors, strict=True))
         if is_copied:
             given["dout"] = given["dout"].contiguous()
+        listed = None
+        if lists_of is not None:
+            listed = lists_of.new(given["crow_indices"], given["col_indices"])
         statistics, sink_parts, _ = statistics_of(
             *(given[name] for name in ("dout", "dlse", "out", "softmax_lse", "sinks")),
             given["cu_seqlens_q"],
+            layout=listed,
         )
         made = [new() for new in new_results]
         if sink_parts is not None:
             made[4] = sink_parts.sum(1).neg_()
         if dkdv is not None:
             lists: tuple[Tensor | None, ...] = (None, None, None)
-            if lists_of is not None:
-                lists = lists_of(given["crow_indices"], given["col_indices"])
+            if listed is not None:
+                lists = listed.rows, listed.starts, listed.counts
             dk = made[1] if wants_dk else spare[1]()
             dv = made[2] if wants_dv else spare[2]()
             dkdv(gather(given, statistics=statistics, dk=dk, dv=dv, lists=lists))
