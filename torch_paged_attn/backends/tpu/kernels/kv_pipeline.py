@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, divided, rows_of_tile, widen
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
 
@@ -69,16 +69,11 @@ class Ring:
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         raise NotImplementedError
 
-    def run_tile(
-        self,
-        saved: Any,
-        tile: Array,
-        is_first: Array,
-        use: Callable[[Array, Array, Array], None],
-    ) -> None:
-        """Call `use(block, slot, turn)` for each block of the tile. The core's first tile
-        (`is_first`) fills the ring; `saved`, in SMEM, keeps the cursor from tile to tile.
+    def run_tile(self, tile: Array, is_first: Array, use: Callable[[Array, Array], None]) -> None:
+        """Call `use(block, slot)` for each block of the tile. The core's first tile (`is_first`)
+        fills the ring; SMEM keeps the cursor from tile to tile.
         """
+        saved = self.refs.cursor
 
         @pl.when(is_first)
         def _() -> None:
@@ -88,7 +83,7 @@ class Ring:
         def take(turn: Array, cursor: Cursor) -> Cursor:
             block = self.block(tile, turn)
             slot, cursor = self.load_next(cursor, tile, block)
-            use(block, slot, turn)
+            use(block, slot)
             return cursor
 
         cursor = Cursor(*(saved[i] for i in range(len(Cursor._fields))))
@@ -152,7 +147,7 @@ def readable(bias: Array, tile_q: int, block_k: int) -> Array:
 class TokenBias:
     """The bias of one tile's tokens on blocks of keys."""
 
-    refs: ForwardRefs
+    refs: Refs
     options: Options
     tile: Array
 
@@ -220,8 +215,6 @@ class KvLoader(Ring):
     sees a forgotten wait, which two copies on one semaphore would hide.
     """
 
-    refs: KvRefs
-
     @property
     def next_nonempty(self) -> Any:
         return self.refs.tiles.next_nonempty
@@ -239,10 +232,6 @@ class KvLoader(Ring):
     def block_k(self) -> int:
         """Keys of a block."""
         return self.pages * self.page_size
-
-    @property
-    def _has_scales(self) -> bool:
-        return isinstance(self.refs, ForwardRefs) and self.refs.token_scales is not None
 
     def turns(self, tile: Array) -> Array:
         """How many blocks the tile visits."""
@@ -284,15 +273,10 @@ class KvLoader(Ring):
             stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(rows, -1)
         return widen(stored, self.options.compute_dtype)
 
-    def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
-        """The bias (rows, width) of keys of the block in this buffer."""
-        head = head if self.refs.bias_buffers.shape[1] > 1 else 0
-        return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
-
     def scales_of(self, slot: Array, head: Any, place: Array, width: int) -> tuple[Array, Array]:
         """Scales by token of one KV head's keys and values, (1, width) each: piece `place` of the
         block in this buffer."""
-        refs: Any = self.refs
+        refs = self.refs
         count = width // LANES
 
         def of(kind: int) -> Array:
@@ -303,14 +287,14 @@ class KvLoader(Ring):
         return of(0), of(1)
 
     def _scale_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        refs: Any = self.refs
+        refs = self.refs
         count = self.block_k // LANES
         pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
         of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
         return pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot])
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        if isinstance(self.refs, ForwardRefs):
+        if self.refs.bias_rows is not None:
             return TokenBias(self.refs, self.options, tile).copy(block, slot)
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
         return pltpu.make_async_copy(
@@ -341,7 +325,7 @@ class KvLoader(Ring):
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).start()
-        if self._has_scales:
+        if self.refs.token_scales is not None:
             self._scale_copy(tile, block, slot).start()
         entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
         together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
@@ -367,7 +351,7 @@ class KvLoader(Ring):
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).wait()
-        if self._has_scales:
+        if self.refs.token_scales is not None:
             self._scale_copy(tile, block, slot).wait()
         # the plain interpreter knows no size that is not a number
         if self.options.interpret is not True:

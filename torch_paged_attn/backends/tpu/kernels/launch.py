@@ -7,7 +7,6 @@ Pallas' interpreter never does; here a call is refused by name before
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
-from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.attention import attention_kernel
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
 from torch_paged_attn.backends.tpu.kernels.layout_mask import union_of_heads
@@ -109,8 +108,8 @@ def launch(
     memory: Memory,
     options: Options,
 ) -> list[Array]:
-    """Run a kernel for each of `num_tiles` tiles. `op` is named where a call has too many numbers
-    for the scalar core, `name` is the kernel's in profiles.
+    """Run `kernel(refs, options, num_tiles)` for each of `num_tiles` tiles. `op` is named where a
+    call has too many numbers for the scalar core, `name` is the kernel's in profiles.
     """
     scalars, inputs, results, scratch = memory
     require_room(op, scalars, inputs, scratch)
@@ -121,8 +120,12 @@ def launch(
         if result.in_place_of
     }
     names = (*scalars, *inputs, *results, *scratch)
+
+    def run(*refs: Any) -> None:
+        kernel(Refs.named(names, refs), options, num_tiles)
+
     return pl.pallas_call(
-        functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
+        run,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

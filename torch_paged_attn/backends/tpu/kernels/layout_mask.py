@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import across
 from torch_paged_attn.backends.tpu.tiles import Tiles
 
@@ -109,7 +109,7 @@ def union_of_heads(words: Array) -> Array:
     return lax.reduce(words, jnp.int32(0), lax.bitwise_or, (3,))
 
 
-def _place_of(refs: ForwardRefs, options: Options, tile: Array, block: Array, i: int) -> Array:
+def _place_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
     """The place in `union_of_heads` of the word of a block and of the i-th row of the layout that
     the tile may touch.
     """
@@ -126,7 +126,7 @@ def _place_of(refs: ForwardRefs, options: Options, tile: Array, block: Array, i:
     return row * num_blocks + block
 
 
-def list_blocks(refs: ForwardRefs, options: Options, tile: Array) -> Array:
+def list_blocks(refs: Refs, options: Options, tile: Array) -> Array:
     """Write `refs.visits` of the tile, the blocks of keys that some head of it sees; how many."""
     tiles, num_blocks = refs.tiles, options.layout_shape[1]
     words_of = refs.layout_words if refs.layout_union is None else refs.layout_union
@@ -164,7 +164,7 @@ class LayoutMask:
 
     @classmethod
     def of_block(
-        cls, refs: ForwardRefs, options: Options, tile: Array, block: Array, heads: list[Any]
+        cls, refs: Refs, options: Options, tile: Array, block: Array, heads: list[Any]
     ) -> "LayoutMask":
         """Of a block of keys."""
         touched = range(num_rows(options.tile_q, options.block_sizes[0]))

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, halves_of_words, numbers_of_word
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
 from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
+from torch_paged_attn.backends.tpu.tiles import bounds_of
 
 
 def _lanes(parts: int) -> list[tuple[int, Any]]:
@@ -32,10 +33,9 @@ def _filled(x: Array) -> Array:
     return jnp.concatenate([x, jnp.zeros((x.shape[0], left), x.dtype)], axis=1)
 
 
-def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
+def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
     """Write `refs.tiles`, and how many there are, of the sequences that the launch is for."""
-    tiles, window, tile_q = refs.tiles, options.window, options.tile_q
-    num_cores = options.config.num_cores
+    tiles, tile_q, num_cores = refs.tiles, options.tile_q, options.config.num_cores
 
     def cut(b: Array, count: Array) -> Array:
         length = refs.cu_seqlens[b + 1] - refs.cu_seqlens[b]
@@ -45,18 +45,9 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
 
         def write(rank: Array, count: Array) -> Array:
             first = rank * tile_q
-            position = past + first
-            last = past + jnp.minimum(first + tile_q, length) - 1
-            start, stop = window.start(position), window.stop(last, key_len)
-            is_busy = start < stop
-            tiles.sequence[count] = b
-            tiles.first_query[count] = first
-            tiles.num_tokens[count] = jnp.minimum(tile_q, length - first)
-            tiles.position[count] = position
-            tiles.start[count] = jnp.where(is_busy, start, 0)
-            tiles.full_start[count] = window.start(last)
-            tiles.full_stop[count] = window.stop(position, key_len)
-            tiles.stop[count] = jnp.where(is_busy, stop, 0)
+            own = bounds_of(options.window, first, tile_q, length, key_len)
+            for name, x in (own | {"sequence": b, "first_query": first}).items():
+                getattr(tiles, name)[count] = x
             if refs.layout_words is not None:
                 list_blocks(refs, options, count)
             return count + 1
@@ -102,7 +93,7 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
 class TokenRows:
     """The tokens of one launch's tiles on their way between HBM and the rows of KV heads."""
 
-    refs: ForwardRefs
+    refs: Refs
     options: Options
     tile: Array
 
@@ -289,7 +280,7 @@ class TokenRows:
         self._move("results", "wait")
 
 
-def clear_padding(refs: ForwardRefs, options: Options, absent: float) -> None:
+def clear_padding(refs: Refs, options: Options, absent: float) -> None:
     """Tokens behind the last sequence: zeros, and `absent` for lse."""
     total_q, size = refs.out_hbm.shape[0], options.tile_q
     first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]
