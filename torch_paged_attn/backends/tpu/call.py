@@ -14,7 +14,13 @@ from jax import Array
 
 from torch_paged_attn import backward_call
 from torch_paged_attn.argument import Argument
-from torch_paged_attn.attention_call import arguments, defaults, is_by_token, tensor_names
+from torch_paged_attn.attention_call import (
+    AttentionCall,
+    arguments,
+    defaults,
+    is_by_token,
+    tensor_names,
+)
 from torch_paged_attn.backends.tpu.kernels.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
 
@@ -54,30 +60,14 @@ class Call(_Arguments):
         """From the arguments that a call of `op` gives."""
         return cls(op=op, **DEFAULTS[op] | given)
 
-    @property
-    def total_q(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1]
+    # as of a call of torch tensors
+    total_q, batch = AttentionCall.total_q, AttentionCall.batch
+    num_heads, head_dim = AttentionCall.num_heads, AttentionCall.head_dim
+    group_size = AttentionCall.group_size
 
     @property
     def num_kv_heads(self) -> int:
         return self.k.shape[1] if self.block_table is None else self.k.shape[-3]
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that read one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
 
     @property
     def head_dim_v(self) -> int:

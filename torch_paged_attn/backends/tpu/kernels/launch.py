@@ -120,12 +120,8 @@ def launch(
         if result.in_place_of
     }
     names = (*scalars, *inputs, *results, *scratch)
-
-    def run(*refs: Any) -> None:
-        kernel(Refs.named(names, refs), options, num_tiles)
-
     return pl.pallas_call(
-        run,
+        lambda *refs: kernel(Refs.named(names, refs), options, num_tiles),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

@@ -7,7 +7,6 @@ computed on the device, and take a bit of memory for each block of the layout.
 
 import dataclasses
 import functools
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -36,12 +35,6 @@ class Layout(NamedTuple):
     @property
     def num_heads(self) -> int:
         return self.crow.shape[-2]
-
-    def num_words(self, block_k: int) -> int:
-        """How many numbers `layout_words` and `union_of_heads` have."""
-        *layouts, bounds = self.crow.shape
-        of_heads = math.prod(layouts) * bounds * self.num_blocks(block_k)
-        return of_heads if self.num_heads == 1 else of_heads + of_heads // self.num_heads
 
     def num_blocks(self, block_k: int) -> int:
         """Blocks of `block_k` keys."""
