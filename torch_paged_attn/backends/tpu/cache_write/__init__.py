@@ -133,20 +133,25 @@ def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()
     return cache.at[where].set(new[token], mode="drop")
 
 
-def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
-    """Convert to the cache's dtype: rounded to nearest even, 8 bits saturated."""
+def _stored(x: Array, cache: Array, scale: Array | None) -> Array:
+    """New rows as the cache has them: rounded to nearest even, 8 bits saturated; with zeros where
+    its rows end in numbers of no key.
+    """
+    dtype, width = cache.dtype, cache.shape[-1]
     if dtype == jnp.int16:
-        return to_bits(x)
-    if dtype.name not in EIGHT_BITS:
-        return x.astype(dtype)
-    x = x.astype(jnp.float32)
-    if scale is not None:
-        heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
-        # XLA would multiply by the reciprocal of a broadcast scale, which moves ties
-        x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
-    if dtype == jnp.int8:
-        return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
-    return to_float8(x, dtype)
+        x = to_bits(x)
+    elif dtype.name not in EIGHT_BITS:
+        x = x.astype(dtype)
+    else:
+        x = x.astype(jnp.float32)
+        if scale is not None:
+            heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
+            # XLA would multiply by the reciprocal of a broadcast scale, which moves ties
+            x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
+        is_int = dtype == jnp.int8
+        x = jnp.clip(jnp.round(x), -128, 127).astype(dtype) if is_int else to_float8(x, dtype)
+    filling = width - x.shape[2] if width % x.shape[2] else 0
+    return jnp.pad(x, ((0, 0), (0, 0), (0, filling)))
 
 
 def unsupported(key: Array, cache: Array) -> str | None:
@@ -205,7 +210,9 @@ def _with_tokens(
     key, cache = values[0], caches[0]
     if (reason := unsupported(key, cache)) is not None:
         refuse(op, reason)
-    new = _new_rows(values, scales, slots, (cache, caches[-1]))
+    count = slots.shape[0]  # new rows behind them are padding
+    each = zip(values, (cache, caches[-1]), scales, strict=True)
+    new = tuple(_stored(x[:count], stored, scale) for x, stored, scale in each)
     if slots.shape[0] == 0 or cache.size == 0:
         return caches
     if _has_tiles(key, cache):
@@ -215,21 +222,3 @@ def _with_tokens(
     for plane, x in enumerate(new):
         cache = _scatter(x, cache, slots, (plane,))
     return (cache,)
-
-
-def _new_rows(
-    values: tuple[Array, Array],
-    scales: tuple[Array | None, ...],
-    slots: Array,
-    caches: tuple[Array, Array],
-) -> tuple[Array, ...]:
-    """New keys and values in the cache's dtype, with zeros where its rows end in numbers of no key;
-    rows past the length of `slots` are padding.
-    """
-    rows = []
-    for x, scale, cache in zip(values, scales, caches, strict=True):
-        stored = _store(x[: slots.shape[0]], cache.dtype, scale)
-        if cache.shape[-1] % x.shape[2]:
-            stored = jnp.pad(stored, ((0, 0), (0, 0), (0, cache.shape[-1] - x.shape[2])))
-        rows.append(stored)
-    return tuple(rows)

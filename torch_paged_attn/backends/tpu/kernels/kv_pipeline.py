@@ -16,7 +16,7 @@ Scales by token come in pages of LANES keys, so that a DMA has those of a block 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -49,25 +49,18 @@ class Ring:
         """Blocks that there is room for."""
         return int(self.refs.semaphores.shape[1])
 
+    # of a subclass: how many blocks a tile visits, and which one at a turn
+    turns: ClassVar[Callable[[Any, Array], Array]]
+    block: ClassVar[Callable[[Any, Array, Array], Array]]
+    # start the copies of a tile's block into a buffer, and wait for them
+    _start: ClassVar[Callable[[Any, Array, Array, Array], None]]
+    _wait: ClassVar[Callable[[Any, Array, Array, Array], None]]
+
     @property
     def next_nonempty(self) -> Any:
         """`(num_tiles + cores,)`: for each tile, that tile or else the core's next one that visits
         a block."""
-        raise NotImplementedError
-
-    def turns(self, tile: Array) -> Array:
-        """How many blocks the tile visits."""
-        raise NotImplementedError
-
-    def block(self, tile: Array, turn: Array) -> Array:
-        """The block that the tile visits at this turn."""
-        raise NotImplementedError
-
-    def _start(self, tile: Array, block: Array, slot: Array) -> None:
-        raise NotImplementedError
-
-    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
-        raise NotImplementedError
+        return self.refs.tiles.next_nonempty
 
     def run_tile(self, tile: Array, is_first: Array, use: Callable[[Array, Array], None]) -> None:
         """Call `use(block, slot)` for each block of the tile. The core's first tile (`is_first`)
@@ -216,10 +209,6 @@ class KvLoader(Ring):
     """
 
     @property
-    def next_nonempty(self) -> Any:
-        return self.refs.tiles.next_nonempty
-
-    @property
     def pages(self) -> int:
         """Pages of a block."""
         return self.refs.k_buffers.shape[1]
@@ -286,22 +275,21 @@ class KvLoader(Ring):
 
         return of(0), of(1)
 
-    def _scale_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        refs = self.refs
-        count = self.block_k // LANES
-        pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
-        of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
-        return pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot])
-
-    def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        if self.refs.bias_rows is not None:
-            return TokenBias(self.refs, self.options, tile).copy(block, slot)
-        columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
-        return pltpu.make_async_copy(
-            self.refs.bias.at[tile, :, :, columns],
-            self.refs.bias_buffers.at[slot],
-            self.refs.semaphores.at[2, slot],
-        )
+    def _other_copies(self, tile: Array, block: Array, slot: Array) -> list[Any]:
+        """Of what comes with the keys of a block: biases, scales by token."""
+        refs, copies = self.refs, []
+        if refs.bias_rows is not None:
+            copies = [TokenBias(refs, self.options, tile).copy(block, slot)]
+        elif refs.bias is not None:
+            columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+            of_bias = refs.bias.at[tile, :, :, columns], refs.bias_buffers.at[slot]
+            copies = [pltpu.make_async_copy(*of_bias, refs.semaphores.at[2, slot])]
+        if refs.token_scales is not None:
+            count = self.block_k // LANES
+            pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
+            of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
+            copies.append(pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot]))
+        return copies
 
     def _copies(self, page: Array, slot: Array, i: Any) -> list[Any]:
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
@@ -323,10 +311,8 @@ class KvLoader(Ring):
 
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
-        if self.refs.bias is not None:
-            self._bias_copy(tile, block, slot).start()
-        if self.refs.token_scales is not None:
-            self._scale_copy(tile, block, slot).start()
+        for copy in self._other_copies(tile, block, slot):
+            copy.start()
         entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
         together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
 
@@ -349,10 +335,8 @@ class KvLoader(Ring):
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
-        if self.refs.bias is not None:
-            self._bias_copy(tile, block, slot).wait()
-        if self.refs.token_scales is not None:
-            self._scale_copy(tile, block, slot).wait()
+        for copy in self._other_copies(tile, block, slot):
+            copy.wait()
         # the plain interpreter knows no size that is not a number
         if self.options.interpret is not True:
             # one wait for as many bytes as all the pages have

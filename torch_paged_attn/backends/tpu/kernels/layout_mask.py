@@ -32,43 +32,29 @@ class Layout(NamedTuple):
     k_block_size: int
     max_keys: int  # of a sequence
 
-    @property
-    def num_heads(self) -> int:
-        return self.crow.shape[-2]
-
-    def num_blocks(self, block_k: int) -> int:
-        """Blocks of `block_k` keys."""
-        return max(1, -(-self.max_keys // block_k))
-
 
 def num_rows(tile_q: int, q_block_size: int) -> int:
     """Rows of the layout that a tile of consecutive positions may touch."""
     return (tile_q + q_block_size - 2) // q_block_size + 1
 
 
-def _entries(crow: Array, col: Array, blocks_per_word: int) -> tuple[Array, Array, Array]:
-    """Of each entry of CSR, (layouts, nnz): its row, the word that it has a bit in, and the bit."""
-    rows, nnz = crow.shape[-1] - 1, col.shape[-1]
-    crow, col = crow.reshape(-1, rows + 1), col.reshape(-1, nnz)
-    entry = jnp.arange(nnz)
-    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)
-    is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
-    bit = (col % blocks_per_word).astype(jnp.uint32)
-    bits = jnp.where(is_entry, jnp.uint32(1) << bit, jnp.uint32(0))
-    return row, col // blocks_per_word, bits
-
-
 def layout_words(layout: Layout, block_k: int) -> Array:
     """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys; the
     last row is empty. It depends on no tile, so that XLA computes it once for all layers.
     """
-    row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
-    heads, bounds = layout.num_heads, layout.crow.shape[-1]
+    rows, nnz, heads = layout.crow.shape[-1] - 1, layout.col.shape[-1], layout.crow.shape[-2]
+    crow, col = layout.crow.reshape(-1, rows + 1), layout.col.reshape(-1, nnz)
+    # of each entry of CSR, (layouts, nnz): its row, the block that it has a bit in, and the bit
+    entry, blocks_per_word = jnp.arange(nnz), block_k // layout.k_block_size
+    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)
+    is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
+    bit = (col % blocks_per_word).astype(jnp.uint32)
+    bits = jnp.where(is_entry, jnp.uint32(1) << bit, jnp.uint32(0))
     which = jnp.arange(row.shape[0])[:, None]
-    shape = row.shape[0] // heads, bounds, layout.num_blocks(block_k), heads
-    words = jnp.zeros(shape, jnp.uint32)
+    num_blocks = max(1, -(-layout.max_keys // block_k))
+    words = jnp.zeros((row.shape[0] // heads, rows + 1, num_blocks, heads), jnp.uint32)
     # columns of a row are unique: a sum of their bits is their union
-    place = which // heads, row, block, which % heads
+    place = which // heads, row, col // blocks_per_word, which % heads
     words = words.at[place].add(bits, mode="drop")
     return lax.bitcast_convert_type(words, jnp.int32)
 

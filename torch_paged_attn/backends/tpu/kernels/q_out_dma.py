@@ -106,26 +106,19 @@ class TokenRows:
         """Copies between tokens here from `first` on and `count` tokens from `at` on in HBM: of
         queries, or of results.
         """
-        refs = self.refs
+        refs, is_query = self.refs, kind == "queries"
         here, there = pl.ds(first, count), pl.ds(at, count)
-        if kind == "queries":
-            done = refs.token_semaphores.at[0]
-            parts = self._parts(refs.q_tokens, here, refs.q_hbm, there)
+        tokens, hbm = (refs.q_tokens, refs.q_hbm) if is_query else (refs.out_tokens, refs.out_hbm)
+        parts = [(tokens.at[here], hbm.at[there])]
+        if self.options.tile_q > 1:  # 128 numbers of each head at a time
+            lanes = _lanes(tokens.shape[0])
+            parts = [(tokens.at[i, here], hbm.at[there, :, lane]) for i, lane in lanes]
+        done, out_done, lse_done = (refs.token_semaphores.at[i] for i in range(3))
+        if is_query:
             return [pltpu.make_async_copy(hbm, x, done) for x, hbm in parts]
-        done, lse_done = (refs.token_semaphores.at[i] for i in (1, 2))
-        parts = self._parts(refs.out_tokens, here, refs.out_hbm, there)
-        return [
-            *(pltpu.make_async_copy(x, hbm, done) for x, hbm in parts),
-            pltpu.make_async_copy(refs.lse_tokens.at[here], refs.lse_hbm.at[there], lse_done),
-        ]
-
-    def _parts(self, tokens: Any, here: Any, hbm: Any, there: Any) -> list[tuple[Any, Any]]:
-        """Some tokens here and in HBM: of longer tiles, 128 numbers of each head at a time."""
-        if self.options.tile_q == 1:
-            return [(tokens.at[here], hbm.at[there])]
-        return [
-            (tokens.at[i, here], hbm.at[there, :, lanes]) for i, lanes in _lanes(tokens.shape[0])
-        ]
+        copies = [pltpu.make_async_copy(x, hbm, out_done) for x, hbm in parts]
+        lse = refs.lse_tokens.at[here], refs.lse_hbm.at[there]
+        return [*copies, pltpu.make_async_copy(*lse, lse_done)]
 
     def _move(self, kind: str, do: str) -> None:
         """Start this tile's copies, or wait for them."""
