@@ -62,21 +62,6 @@ class Config:
             return self
         return smaller.fit(bytes_of, least_rows)
 
-    def parts_of_heads(self, num_kv_heads: int, bytes_of: Callable[[int], "Bytes"]) -> int:
-        """In how many parts the KV heads fit VMEM, each with tiles of its own. `bytes_of` takes a
-        number of KV heads.
-
-        1 if they fit together. If not, the parts are so small that tiles are not halved.
-        """
-        parts = 1
-        while True:
-            heads = num_kv_heads // parts
-            smaller = self.fit(bytes_of(heads))
-            fits = smaller.fits(bytes_of(heads))
-            if heads % 2 or (fits and (parts == 1 or smaller.tile_rows == self.tile_rows)):
-                return parts
-            parts *= 2
-
     def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
         """Smaller sizes for a call with a bias: a block loads a float of it for each score."""
         block_k = min(self.block_k, block_k)
@@ -184,14 +169,13 @@ def plan(
     # a tile of few tokens has fewer rows than `config` says
     rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
     tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
-
-    def bytes_of(heads: int) -> Bytes:
-        return functools.partial(forward_bytes, heads, *rest)
-
-    parts = tiles.parts_of_heads(call.num_kv_heads, bytes_of)
-    while not _divides_heads(call, parts):
-        parts += 1
-    config = config.fit(bytes_of(max(1, call.num_kv_heads // parts)))
+    # the largest parts of heads that fit together, or for which tiles of a part are not halved
+    for parts in _ways_of_heads(call):
+        bytes_of = functools.partial(forward_bytes, max(1, call.num_kv_heads // parts), *rest)
+        fitting = tiles.fit(bytes_of)
+        if fitting.fits(bytes_of) and (parts == 1 or fitting.tile_rows == tiles.tile_rows):
+            break
+    config = config.fit(bytes_of)
     group_size = call.num_heads // max(parts, call.num_kv_heads)
     launches = [
         _options_of_pages(call, config, pages, tile_q, interpret, parts)
@@ -200,10 +184,13 @@ def plan(
     return pages, parts, launches
 
 
-def _divides_heads(call: Call, parts: int) -> bool:
-    """Whether each part has whole KV heads or is of one, and no more heads than lse has lanes."""
-    are_whole = call.num_kv_heads % parts == 0 or parts % call.num_kv_heads == 0
-    return are_whole and call.num_heads % parts == 0 and call.num_heads // parts <= LANES
+def _ways_of_heads(call: Call) -> list[int]:
+    """In how many parts heads may be launched: each has whole KV heads or is of one, and no more
+    heads than lse has lanes."""
+    heads, kv_heads = call.num_heads, call.num_kv_heads
+    ways = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= LANES]
+    ways = [n for n in ways if kv_heads % n == 0 or n % kv_heads == 0]
+    return [n for n in ways if n <= kv_heads] or ways[:1]
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
@@ -226,11 +213,8 @@ def _options_of_pages(
     No other head's work hides the latencies of a step then: fewer, longer steps have fewer of them
     (16 sequences of 4096 latent keys, TPU7x: 176 thousand bundles by blocks of 1024, 157 by 2048).
     """
-    choose = functools.partial(
-        choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
-        fold=pages.fold, parts=parts,
-    )  # fmt: skip
-    options = choose(config)
+    rest = pages.page_size, tile_q, interpret, pages.fold, parts
+    options = choose_options(call, config, *rest)
     is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
     is_long = pages.table_stride * pages.page_size > config.block_k
     if tile_q <= SHORT and options.stack == call.num_kv_heads and is_plain and is_long:
@@ -239,7 +223,7 @@ def _options_of_pages(
         longer = dataclasses.replace(config, block_k=block_k, step_k=block_k, tile_rows=rows)
         of_launch = call.num_kv_heads, pages.widths, sizes, (0, 1), 1
         if longer.fits(functools.partial(forward_bytes, *of_launch)):
-            options = choose(dataclasses.replace(config, block_k=block_k))
+            options = choose_options(call, dataclasses.replace(config, block_k=block_k), *rest)
     return dataclasses.replace(options, table_stride=pages.table_stride)
 
 

@@ -234,18 +234,15 @@ def attend_heads(
         of_block = config.num_buffers, options.block_k // LANES, *scales.shape[1:]
         scratch["scale_buffers"] = pltpu.VMEM(of_block, jnp.float32)
     if words is not None:
-        scratch |= {
-            "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
-            "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
-        }
+        scratch["visits"] = pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32)
+        scratch["num_visits"] = pltpu.SMEM((num_tiles,), jnp.int32)
     if (bias := operands.get("bias")) is not None:
-        of_bias, dtype = bias.shape[0], bias.dtype
-        copied = rows_of_copy(tile_q, dtype)
-        arranged = (of_bias, tile_q)
+        (of_bias, *_), copied = bias.shape, rows_of_copy(tile_q, bias.dtype)
+        arranged = of_bias, tile_q
         if tile_q == 1:
-            arranged = (1, 1 if of_bias == 1 else heads * whole_rows)
+            arranged = 1, 1 if of_bias == 1 else heads * whole_rows
         buffers = config.num_buffers, of_bias, copied, options.block_k
-        scratch["bias_buffers"] = pltpu.VMEM(buffers, dtype)
+        scratch["bias_buffers"] = pltpu.VMEM(buffers, bias.dtype)
         scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
     if "slope_table" in inputs:
         scratch["slopes"] = pltpu.VMEM((1, heads, whole_rows, 1), jnp.float32)
