@@ -16,20 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from torch_paged_attn.backends.tpu.attention import lengths_of, part_of, rng_words_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, LANES, compute_dtype_of, refuse
+from torch_paged_attn.backends.tpu.kernels import launch
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.gradients import (
     key_gradient_kernel,
     query_gradient_kernel,
-)
-from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor
-from torch_paged_attn.backends.tpu.kernels.launch import (
-    IN_HBM,
-    IN_SMEM,
-    Memory,
-    Result,
-    launch,
-    of_sequence,
-    of_tile,
 )
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tile_sizes import (
@@ -181,11 +172,9 @@ class Launch:
         tables["table_start"] = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
         # the forward's loader takes tiles of keys for pages
         tables["table"] = jnp.arange(self.keys.token.shape[0] + 1, dtype=jnp.int32)
-        dq, *dbias = self._launch(query_gradient_kernel, tables, False, needs_bias)
-        for i, x in enumerate(dbias):
-            of_bias = dataclasses.replace(self._heads, num_kv_heads=x.shape[1])
-            dbias[i] = of_bias.to_tokens(x, self.cut)
-        return self._heads.to_tokens(dq, self.cut), dbias[0] if dbias else None
+        found = self._launch(query_gradient_kernel, tables, False, needs_bias)
+        dq, *dbias = (self._heads.to_tokens(x, self.cut) for x in found)
+        return dq, dbias[0] if dbias else None
 
     def key_gradients(self) -> tuple[Array, Array]:
         """dk (total_k, num_kv_heads, head_dim) and dv (total_k, num_kv_heads, head_dim_v)."""
@@ -229,8 +218,8 @@ class Launch:
         num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
         num_tiles, num_heads, rows, _ = next(iter(stays.values())).shape
         inputs: dict[str, tuple[Array, Any]] = {
-            **{name: (x, of_tile(x.shape, num_cores)) for name, x in stays.items()},
-            **{f"{name}_hbm": (x, IN_HBM) for name, x in passes.items()},
+            **{name: (x, launch.of_tile(x.shape, num_cores)) for name, x in stays.items()},
+            **{f"{name}_hbm": (x, launch.IN_HBM) for name, x in passes.items()},
         }
         wanted = {name: stays[of] for name, of in GRADIENTS.items() if of in stays}
         buffer = (num_buffers,) if keys_stay else (num_buffers, 1)  # of one page
@@ -242,10 +231,9 @@ class Launch:
             # of what passes, and of biases
             "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
             **{f"{n}_acc": pltpu.VMEM(x.shape[1:], jnp.float32) for n, x in wanted.items()},
-            "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
         }
         results = {
-            name: Result(x.shape, options.out_dtype, of_tile(x.shape, num_cores))
+            name: launch.Result(x.shape, options.out_dtype, launch.of_tile(x.shape, num_cores))
             for name, x in wanted.items()
         }
         if not keys_stay:  # the statistics, all lanes alike
@@ -255,23 +243,23 @@ class Launch:
             of_block = bias.shape[2], options.block_k
             if needs_bias:
                 # the kernel writes no blocks that no row sees: zeros lie there
-                inputs["zeros"] = jnp.zeros_like(bias), IN_HBM
-                results["dbias"] = Result(bias.shape, jnp.float32, in_place_of="zeros")
+                inputs["zeros"] = jnp.zeros_like(bias), launch.IN_HBM
+                results["dbias"] = launch.Result(bias.shape, jnp.float32, in_place_of="zeros")
                 scratch["dbias_buffer"] = pltpu.VMEM((bias.shape[1], *of_block), jnp.float32)
                 scratch["dbias_done"] = pltpu.SemaphoreType.DMA
             if keys_stay:
                 bias, of_block = bias.swapaxes(2, 3), of_block[::-1]
-            inputs["bias"] = bias, IN_HBM
+            inputs["bias"] = bias, launch.IN_HBM
             buffers = num_buffers, bias.shape[1], *of_block
             scratch["bias_buffers"] = pltpu.VMEM(buffers, jnp.float32)
         if call.alibi_slopes is not None:
             slopes = heads.of_heads(call.alibi_slopes * LOG2_E)
             slopes = slopes.swapaxes(2, 3) if keys_stay else slopes
-            inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
+            inputs["slopes"] = slopes, launch.of_sequence(slopes, num_cores)
         if call.dropout_p > 0.0:
-            inputs["rng"] = rng_words_of(call.rng_state), IN_SMEM
-        memory, name = Memory(tables, inputs, results, scratch), "_".join((OP, *results))
-        return launch(kernel, OP, name, num_tiles, memory, options)
+            inputs["rng"] = rng_words_of(call.rng_state), launch.IN_SMEM
+        memory, name = launch.Memory(tables, inputs, results, scratch), "_".join((OP, *results))
+        return launch.launch(kernel, OP, name, num_tiles, memory, options)
 
 
 def _joined(parts: list[tuple[Array, Array | None]]) -> tuple[Any, Any]:
@@ -320,10 +308,9 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     else:
         least = f"{least_rows} rows and {LANES} keys of {max(widths)} numbers"
         refuse(f"{call.op}_backward", f"tiles of {least} do not fit {config.vmem_bytes} bytes")
-    config = fitting
-    most = max(1, config.tile_rows // call.group_size)
+    most = max(1, fitting.tile_rows // call.group_size)
     tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
-    options = choose_options(call, config, LANES, tile_q, interpret)
+    options = choose_options(call, fitting, LANES, tile_q, interpret)
     if call.attn_bias is not None:  # which masks every step
         options = dataclasses.replace(options, masked_step_k=options.step_k)
     return options, parts

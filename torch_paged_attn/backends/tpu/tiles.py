@@ -214,22 +214,20 @@ class Heads:
         padding = ((0, 0), (0, 0), (0, -rows.shape[2] % self.unit), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
-    def of_tokens(self, x: Array, cut: Cut, absent: float | None = None) -> Array:
-        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n).
-
-        Rows that are no tokens hold `absent`, or any number if it is None.
+    def of_tokens(self, x: Array, cut: Cut, absent: float) -> Array:
+        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n); rows that are no tokens
+        hold `absent`.
         """
         num_tiles, tile_q = cut.token.shape
         x = x[cut.token]
-        if absent is not None:
-            is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
-            x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
+        is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
+        x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
         x = x.reshape(num_tiles, tile_q, self.num_kv_heads, self.group_size, -1)
         x = x.transpose(0, 2, 3, 1, 4).reshape(num_tiles, self.num_kv_heads, -1, x.shape[-1])
-        return self.pad(x, absent or 0.0)
+        return self.pad(x, absent)
 
     def to_tokens(self, x: Array, cut: Cut) -> Array:
-        """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
+        """(num_tiles, any KV heads, rows, n) as (total_q, query heads, n)."""
         num_tiles, num_kv_heads, _, width = x.shape
         x = x[:, :, : self.group_size * self.tile_q]
         x = x.reshape(num_tiles, num_kv_heads, self.group_size, self.tile_q, width)

@@ -68,40 +68,27 @@ class Ring:
         """
         saved = self.refs.cursor
 
-        @pl.when(is_first)
-        def _() -> None:
-            for i, value in enumerate(self.fill(tile)):
+        def save(cursor: Cursor) -> None:
+            for i, value in enumerate(cursor):
                 saved[i] = value
 
+        @pl.when(is_first)
+        def _() -> None:  # copies into all buffers but one
+            cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
+            save(lax.fori_loop(0, self.num_buffers - 1, self._advance, cursor))
+
         def take(turn: Array, cursor: Cursor) -> Cursor:
-            block = self.block(tile, turn)
-            slot, cursor = self.load_next(cursor, tile, block)
+            block, slot = self.block(tile, turn), cursor.slot
+            free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+            cursor = self._advance(free, cursor)
+            self._wait(tile, block, slot)
             use(block, slot)
-            return cursor
+            return cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
 
         cursor = Cursor(*(saved[i] for i in range(len(Cursor._fields))))
-        for i, value in enumerate(lax.fori_loop(0, self.turns(tile), take, cursor)):
-            saved[i] = value
+        save(lax.fori_loop(0, self.turns(tile), take, cursor))
 
-    def fill(self, tile: Array) -> Cursor:
-        """Start copies into all buffers but one, from `tile` on, the core's first one."""
-        cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
-
-        def start(slot: Array, cursor: Cursor) -> Cursor:
-            return self._advance(cursor, slot)
-
-        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
-
-    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
-        """Start one more copy, and wait for this block. Returns the block's buffer and the cursor
-        after it."""
-        slot = cursor.slot
-        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
-        cursor = self._advance(cursor, free)
-        self._wait(tile, block, slot)
-        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
-
-    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+    def _advance(self, slot: Array, cursor: Cursor) -> Cursor:
         """Start the copy of the cursor's block into buffer `slot`. Returns the cursor of the block
         after it."""
         tile = jnp.minimum(cursor.tile, self.num_tiles - 1)

@@ -112,6 +112,7 @@ def launch(
     call has too many numbers for the scalar core, `name` is the kernel's in profiles.
     """
     scalars, inputs, results, scratch = memory
+    scratch["cursor"] = pltpu.SMEM((len(Cursor._fields),), jnp.int32)
     require_room(op, scalars, inputs, scratch)
     num_cores = options.config.num_cores
     aliases = {
@@ -226,7 +227,6 @@ def attend_heads(
         "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
         "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if not pages.shared:
         scratch["v_buffers"] = pltpu.VMEM((*buffer, width_v), pages.k.dtype)
