@@ -86,8 +86,7 @@ class RunWriter:
         self.caches, self.tiles = refs[:num_caches], refs[num_caches : 2 * num_caches]
         refs = refs[2 * num_caches :]
         self.rows, (self.read_done, self.write_done, self.rows_done) = refs[:2], refs[2:5]
-        self.runs = Runs(*refs[5:])
-        self.fold, self.interpret = fold, interpret
+        self.runs, self.fold, self.interpret = Runs(*refs[5:]), fold, interpret
 
     @property
     def height(self) -> int:
