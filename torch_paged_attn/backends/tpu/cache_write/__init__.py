@@ -140,7 +140,7 @@ def _stored(x: Array, cache: Array, scale: Array | None) -> Array:
         is_int = dtype == jnp.int8
         x = jnp.clip(jnp.round(x), -128, 127).astype(dtype) if is_int else to_float8(x, dtype)
     filling = width - x.shape[2] if width % x.shape[2] else 0
-    return jnp.pad(x, ((0, 0), (0, 0), (0, filling)))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, filling))) if filling else x
 
 
 def unsupported(key: Array, cache: Array) -> str | None:
