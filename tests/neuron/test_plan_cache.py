@@ -93,8 +93,9 @@ def test_layers_of_a_step_share_one_plan(run, machine, monkeypatch):
     call = build(SMALL)
     calls = []
     monkeypatch.setattr(plan, "plan_cache", PlanCache(4))
-    make = plan._make
-    monkeypatch.setattr(plan, "_make", lambda *args: calls.append(args) or make(*args))
+    build_lists = plan.build_work_lists
+    counted = lambda *args: calls.append(args) or build_lists(*args)  # noqa: E731
+    monkeypatch.setattr(plan, "build_work_lists", counted)
     truth = call.truth()
     for _ in range(3):
         assert_accurate(*run(call), truth)

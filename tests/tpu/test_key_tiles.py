@@ -53,7 +53,7 @@ def test_key_tiles(lengths, gaps, left, right, num_cores):
     live = np.zeros(TOTAL_K, bool)
     for b, (_, lk) in enumerate(lengths):
         live[first_key[b] : first_key[b] + lk] = True
-    assert (np.array(keys.is_key) == live).all()
+    assert (np.array(keys.is_token) == live).all()
     token = np.array(keys.token)[keys.tile_of, keys.place_of]
     assert (token[live] == np.flatnonzero(live)).all()
     num_tiles = len(keys.tiles.sequence)

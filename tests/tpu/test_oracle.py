@@ -55,7 +55,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
 
             @pl.when((i >= first) & (i < stop))
             def _(i=i):
-                self._copies(tile, 0, slot, i)[0].wait()
+                self._copies(0, slot, i)[0].wait()
 
     monkeypatch.setattr(KvLoader, "_wait", wait_for_keys_only)
     results, complaints = attended(dma_mode)
@@ -68,7 +68,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
 @pytest.mark.device_suite
 @pytest.mark.parametrize(*modes("eager", "on_wait"))
 def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
-    def copies(self, tile, page, slot, i):
+    def copies(self, page, slot, i):
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
         wrong = lax.rem(slot + 1, self.num_buffers)
         return (

@@ -154,11 +154,11 @@ OTHER_PARTS = {
 @pytest.mark.parametrize("case", cases(PARTS, OTHER_PARTS))
 def test_heads_that_do_not_fit_together_have_launches_of_their_own(case, run):
     """As 128 KV heads of DeepSeek's prefill do not on v4."""
-    from torch_paged_attn.backends.tpu.tile_sizes import Config
+    from torch_paged_attn.backends.tpu.tile_sizes import Config, forward_bytes
 
     wide = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128}
     call = build(dataclasses.replace(MIXED, **wide, **(PARTS | OTHER_PARTS)[case]))
     small = Config(block_k=128, step_k=128, tile_rows=64, num_buffers=2, vmem_bytes=3 << 19)
-    widths, sizes = (256, 128), (2, 2)
-    assert small.parts_of_heads(4, widths, sizes) == 2
+    of_heads = (functools.partial(forward_bytes, n, (256, 128), (2, 2), (0, 1), 1) for n in (4, 2))
+    assert [small.fits(bytes_of) for bytes_of in of_heads] == [False, True]
     assert_accurate(*run(call, "on_wait", config=small), call.truth())

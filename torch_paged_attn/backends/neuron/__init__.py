@@ -24,7 +24,7 @@ def keep_plans() -> AbstractContextManager[None]:
     return plan.keep_plans()
 
 
-FORWARDS = "flash_varlen", "flash_varlen_out", "blocksparse", "selected_attention"
+FORWARDS = "flash_varlen", "flash_varlen_out", "blocksparse", "selected_attention", "merge_states"
 
 
 class Neuron(Backend):
@@ -48,9 +48,8 @@ class Neuron(Backend):
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why it has no gradient of a call, or None; it continues "q requires grad, and "."""
-        if call.op != "flash_varlen":
-            return f"the {self.name} backend has no {call.op}_backward"
-        return None
+        reason = f"the {self.name} backend has no {call.op}_backward"
+        return None if call.op == "flash_varlen" else reason
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Attention stays one opaque node: its work lists are made on the host from what the

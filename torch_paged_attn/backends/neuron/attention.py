@@ -32,6 +32,7 @@ from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.ops import checks
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 from torch_paged_attn.ops.lacking import refuse_lacking
+from torch_paged_attn.ops.merge_states import composed_list as merge_states_list
 from torch_paged_attn.ops.selected_pages import NamedPages, attend_pages, named_pages
 
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
@@ -79,6 +80,11 @@ def selected_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return attend_pages(call, "neuron", attend, find=_named_on_host)
 
 
+def merge_states(*parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.merge_states`: the graph compiler fuses plain PyTorch."""
+    return merge_states_list(parts[::2], parts[1::2])
+
+
 def _named_on_host(call: AttentionCall) -> NamedPages:
     """Lists, lengths and block tables are read on the host: Neuron's compiler has no sort."""
     assert call.selection is not None
@@ -116,10 +122,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             q=q_rows,
             k=_readable(k.storage, q.dtype),
             v=_readable(v.storage, q.dtype),
-            indices=info.indices,
-            bounds=info.bounds,
-            positions=info.positions,
-            count=info.count,
+            **info.tables,
             words=words,
             row_scalars=scalars,
             bias=bias.rows,

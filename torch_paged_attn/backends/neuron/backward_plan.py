@@ -70,26 +70,61 @@ class BackwardLaunch:
 
 plan_cache: PlanCache[list[BackwardLaunch]] = PlanCache(16)
 
-# which of dq, of dk and dv, and of dbias are asked for
-Wants = tuple[bool, bool, bool]
-
 
 def plan_backward(
-    call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV], wants: Wants
+    call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV], wants: tuple[bool, ...]
 ) -> list[BackwardLaunch]:
-    """The launches of a call in order; `rows` are those of k and v."""
+    """The launches of a call in order; `rows` are those of k and v, and `wants` says which of dq,
+    of dk and dv, and of dbias are asked for."""
     host, has_bias = on_host(call), call.attn_bias is not None
     is_shaped = call.softcap > 0.0 or call.alibi_slopes is not None or has_bias
     is_shaped = is_shaped or call.scale < SMALLEST_FACTOR
-    given = wants, float(call.scale), is_shaped, has_bias
-    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows, *given), given)
+
+    def make() -> list[BackwardLaunch]:
+        """One launch for each of `KINDS`, in order."""
+        batch, heads = batch_of(host, tiles.heads), tiles.heads
+        stacks, kinds = cut(
+            batch,
+            [n for n in DEPTHS if n <= tiles.deepest],
+            [n for n in KEY_TILES if n <= tiles.key_tiles[0].keys],
+            QUAD if host.dropout_p > 0.0 else 1,
+        )
+        launches = []
+        for kind in kinds.unique(dim=0):
+            _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
+            alike = dataclasses.replace(stacks.of((kinds == kind).all(1)), depth=depth)
+            work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
+            info = lay_out(work, host, heads, rows, tiles.item_programs, loads_all=True)
+            width = score_width(host.head_dim, host.head_dim_v, tile_k)
+            seen = visible_tiles(bool(is_diagonal), batch, work, width)
+            one_item = bool(work.is_first.all())
+            backward = BackwardOptions(
+                width=width,
+                visible_tiles=seen,
+                out_scale=float(call.scale),
+                is_shaped=is_shaped,
+                wants_dq=wants[0],
+                wants_dkv=wants[1],
+                wants_dbias=wants[2],
+                adds_dq=bool(adds_dq),
+                adds_dkv=bool(adds_dkv),
+                one_item=one_item,
+                one_product=one_item and [len(part) for part in seen] == [depth],
+            )
+            is_whole = (work.key_start == 0) & (work.key_stop == tile_k)
+            sees_all_keys = bool(is_whole.all()) and not has_bias
+            info = _with_key_rows(info, heads).to(host.q.device)
+            launches.append(BackwardLaunch(info, backward, sees_all_keys))
+        return launches
+
+    given = wants, call.scale, is_shaped, has_bias
+    return planned(plan_cache, host, tiles, rows, make, given)
 
 
 def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     """Columns of a tile of scores, as many as PSUM has room for: it holds the sums over queries of
     both products (dk, dv), the scores, their gradient, a transposed tile, and the sum over keys.
     """
-
     steps = -(-head_dim // P), -(-head_dim_v // P)
 
     def banks(width: int) -> int:
@@ -124,59 +159,13 @@ def backward_tile_sizes(call: AttentionCall) -> TileSizes:
     )
 
 
-def _make(
-    host: AttentionCall,
-    tiles: TileSizes,
-    rows: tuple[PagedKV, PagedKV],
-    wants: Wants,
-    scale: float,
-    is_shaped: bool,
-    has_bias: bool,
-) -> list[BackwardLaunch]:
-    """The launches of a call whose metadata is on the host: one for each of `KINDS`, in order."""
-    batch, heads = batch_of(host, tiles.heads), tiles.heads
-    stacks, kinds = cut(
-        batch,
-        [n for n in DEPTHS if n <= tiles.deepest],
-        [n for n in KEY_TILES if n <= tiles.key_tiles[0].keys],
-        QUAD if host.dropout_p > 0.0 else 1,
-    )
-    launches = []
-    for kind in kinds.unique(dim=0):
-        _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
-        alike = dataclasses.replace(stacks.of((kinds == kind).all(1)), depth=depth)
-        work = list_items(batch, alike, KeyTile(tile_k, 1, depth))
-        info = lay_out(work, host, heads, rows, tiles.item_programs, loads_all=True)
-        width = score_width(host.head_dim, host.head_dim_v, tile_k)
-        seen = visible_tiles(bool(is_diagonal), batch, work, width)
-        one_item = bool(work.is_first.all())
-        backward = BackwardOptions(
-            width=width,
-            visible_tiles=seen,
-            out_scale=scale,
-            is_shaped=is_shaped,
-            wants_dq=wants[0],
-            wants_dkv=wants[1],
-            wants_dbias=wants[2],
-            adds_dq=bool(adds_dq),
-            adds_dkv=bool(adds_dkv),
-            one_item=one_item,
-            one_product=one_item and [len(part) for part in seen] == [depth],
-        )
-        is_whole = (work.key_start == 0) & (work.key_stop == tile_k)
-        sees_all_keys = bool(is_whole.all()) and not has_bias
-        info = _with_key_rows(info, heads).to(host.q.device)
-        launches.append(BackwardLaunch(info, backward, sees_all_keys))
-    return launches
-
-
 def _with_key_rows(info: WorkInfo, heads: Heads) -> WorkInfo:
     """The tables with the rows of dk and dv, (token, KV head): -1 where no row sees the key."""
     work, items = info.work, info.items
     column = torch.arange(work.tile_k)
     is_seen = (column >= work.key_start[:, None]) & (column < work.key_stop[:, None])
     row = info.slot * heads.num_kv_heads + work.plane[work.stack[items], None]
-    row = row.where(is_seen[items] & ~info.is_idle[:, None], torch.tensor(-1))
+    row = row.where(is_seen[items] & ~info.is_idle[:, None], -1)
     columns = row.unflatten(1, (-1, P)).transpose(1, 2).to(torch.int32)
     return dataclasses.replace(info, indices=torch.cat([info.indices, columns], 2).contiguous())
 

@@ -26,16 +26,14 @@ class Lines:
     def of(cls, work: WorkList) -> "Lines":
         """A line for each item and token of the item's stack."""
         first, last = work.token[:, 0, 0], work.token[:, -1, -1]
-        item, rank = count_up((last - first + 1)[work.stack])
-        start = torch.nn.functional.pad(
-            torch.bincount(item, minlength=work.num_items).cumsum(0), (1, 0)
-        )
+        counts = (last - first + 1)[work.stack]
+        (item, rank), start = count_up(counts), counts.cumsum(0) - counts
         place = work.token - work.token[:, :1, :1]
         keys = (work.keys[..., None] + torch.arange(work.run)).flatten(1)
         return cls(
             item,
             first[work.stack][item] + rank,
-            start[:-1, None, None] + place[work.stack],
+            start[:, None, None] + place[work.stack],
             keys[item],
         )
 
@@ -69,8 +67,8 @@ class BiasTask:
         gradient = nothing
         if is_asked:  # each head has rows of its own, whichever heads share the bias
             gradient = torch.zeros(heads.group_size * num_lines, work.tile_k, device=device)
-            stored = of_head.where(work.is_row[work.stack], torch.tensor(-1))[info.items]
-            index.append(stored.where(~info.is_idle[:, None, None], torch.tensor(-1)))
+            stored = of_head.where(work.is_row[work.stack], -1)[info.items]
+            index.append(stored.where(~info.is_idle[:, None, None], -1))
         columns = torch.cat(index, 1).transpose(1, 2).to(device, torch.int32)
         hidden = absent.unflatten(1, (-1, P, work.run)).transpose(1, 2).flatten(2)
         info = dataclasses.replace(

@@ -58,12 +58,11 @@ class RowNumbers:
         is_empty = lse == float("-inf")
         dlse = torch.zeros_like(lse) if call.dlse is None else call.dlse.mT
         dlse = dlse.float().masked_fill(is_empty, 0.0)
-        return cls(call.dout.contiguous(), call.out.contiguous(), lse, dlse, is_empty)
-
-    def without_empty(self) -> "RowNumbers":
-        """The same with zeros in rows that see no key."""
-        dout, out = (x.masked_fill(self.is_empty[..., None], 0.0) for x in (self.dout, self.out))
-        return dataclasses.replace(self, dout=dout, out=out)
+        dout, out = call.dout.contiguous(), call.out.contiguous()
+        if call.forward.attn_bias is not None:
+            # its mask alone leaves rows that the plan does not know to be empty
+            dout, out = (x.masked_fill(is_empty[..., None], 0.0) for x in (dout, out))
+        return cls(dout, out, lse, dlse, is_empty)
 
     def gradient_of(self, sinks: Tensor) -> Tensor:
         """The sink is a key without a value: its gradient is -P delta, summed over the queries."""
@@ -98,9 +97,6 @@ def _launch_all(
     dv = _target(results[2], forward.v, wants_dkv, adds_dkv)
     dbias = torch.zeros(results[3].shape, device=device)
 
-    if forward.attn_bias is not None:
-        # its mask alone leaves rows that the plan does not know to be empty
-        numbers = numbers.without_empty()
     q, dout, out = (x.reshape(-1, x.shape[2]) for x in (forward.q, numbers.dout, numbers.out))
     words, scalars = philox_words(forward), numbers.scalars(forward, heads)
     for step in launches:
@@ -116,10 +112,7 @@ def _launch_all(
             v=v.storage,
             dout=dout,
             out=out,
-            indices=task.info.indices,
-            bounds=task.info.bounds,
-            positions=task.info.positions,
-            count=task.info.count,
+            **task.info.tables,
             words=words,
             row_scalars=scalars,
             bias=task.rows,

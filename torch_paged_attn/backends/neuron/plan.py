@@ -108,8 +108,7 @@ def on_host(call: AttentionCall) -> AttentionCall:
 
 def values_of(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Tensors of a call, read on the host, by their names."""
-    tensors = ((name, getattr(given, name)) for name in names)
-    return {name: None if x is None else read(x) for name, x in tensors}
+    return {n: None if (x := getattr(given, n)) is None else read(x) for n in names}
 
 
 def planned(
@@ -138,15 +137,14 @@ def planned(
 def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     """Tables of each work list, on the call's device; the layers of a step share them."""
     host = on_host(call)
-    return planned(plan_cache, host, tiles, rows, lambda: _make(host, tiles, rows))
 
+    def make() -> list[WorkInfo]:
+        depths = sorted({1, max(1, tiles.deepest // 4), tiles.deepest})
+        lists = build_work_lists(batch_of(host, tiles.heads), tiles.key_tiles, depths)
+        infos = (lay_out(work, host, tiles.heads, rows, tiles.item_programs) for work in lists)
+        return [info.to(host.q.device) for info in infos]
 
-def _make(host: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
-    """The tables of each work list of a call whose metadata is on the host."""
-    depths = sorted({1, max(1, tiles.deepest // 4), tiles.deepest})
-    lists = build_work_lists(batch_of(host, tiles.heads), tiles.key_tiles, depths)
-    infos = (lay_out(work, host, tiles.heads, rows, tiles.item_programs) for work in lists)
-    return [info.to(host.q.device) for info in infos]
+    return planned(plan_cache, host, tiles, rows, make)
 
 
 def batch_of(host: AttentionCall, heads: Heads) -> Batch:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron.attention import refuse
-from torch_paged_attn.backends.neuron.kernels.reshape_and_cache import P, reshape_and_cache_kernel
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, reshape_and_cache_kernel
 from torch_paged_attn.backends.neuron.paged_kv import as_rows
 from torch_paged_attn.backends.neuron.runtime import launch, write_back
 from torch_paged_attn.ops.checks import FLOAT8

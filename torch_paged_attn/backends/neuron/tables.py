@@ -3,6 +3,7 @@ row and KV head (sink, slope, factors of its scores and result), and the words o
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,10 +83,15 @@ class WorkInfo:
     page: Tensor
     slot: Tensor
 
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What kernels are given of it, by the names of their arguments."""
+        names = "indices", "bounds", "positions", "count"
+        return {name: getattr(self, name) for name in names}
+
     def to(self, device: torch.device) -> "WorkInfo":
         """The tables on `device`; the rest stays on the host."""
-        names = ("indices", "bounds", "count", "positions")
-        return dataclasses.replace(self, **{n: getattr(self, n).to(device) for n in names})
+        return dataclasses.replace(self, **{n: x.to(device) for n, x in self.tables.items()})
 
 
 def bucket(num_items: int) -> int:
@@ -154,15 +160,14 @@ def lay_out(
 
     plane = work.plane[:, None, None]
     row = heads.row_of(plane, work.token, work.member)
-    skipped = torch.tensor(-1)
     first = work.is_first[items] & ~is_idle
     last = work.is_last[items] & ~is_idle
     has_rows = work.is_row.any(2, keepdim=True) | loads_all
     begins = first
     if loads_all:
         begins = first | (torch.arange(len(items)) % (len(items) // programs) == 0)
-    loaded = row.where(has_rows, skipped)[stack].where(begins[:, None, None], skipped)
-    stored = row.where(work.is_row, skipped)[stack].where(last[:, None, None], skipped)
+    loaded = row.where(has_rows, -1)[stack].where(begins[:, None, None], -1)
+    stored = row.where(work.is_row, -1)[stack].where(last[:, None, None], -1)
     head = heads.head_of(work.plane)[work.stack, None]
     k_rows, v_rows = (r.row_of(slots[0], head, slots[1])[items] for r in rows)
     shares = torch.arange(work.share)[:, None] * rows[0].rows_of_head
@@ -171,9 +176,8 @@ def lay_out(
     columns = [loaded, stored, *keys]
     if host.dropout_p > 0.0:
         # the bits depend on a query's place in its sequence
-        starts = host.cu_seqlens_q.long()
-        lengths = starts.diff(append=torch.tensor([host.total_q]))
-        in_sequence = torch.arange(host.total_q) - starts.repeat_interleave(lengths)
+        starts, sequence = host.cu_seqlens_q.long(), sequences_of(host)
+        in_sequence = torch.arange(host.total_q) - starts[sequence]
         query_head = heads.member_of(plane, work.member)
         if heads.planes > 1:  # else the kernel adds the KV head's part
             query_head = query_head + heads.head_of(plane) * heads.group_size
@@ -181,9 +185,8 @@ def lay_out(
         columns += in_sequence[work.token][stack], seed[stack]
     indices = torch.cat(columns, 1).transpose(1, 2)
 
-    nothing = torch.tensor(0)
     start, stop, key_start, key_stop = (
-        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nothing)
+        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), 0)
         for edge in (work.row_start, work.row_stop, work.key_start, work.key_stop)
     )
     columns = [start, stop, work.position.clamp(-EXACT, EXACT)[stack]]
@@ -279,8 +282,9 @@ def row_scalars(call: AttentionCall, heads: Heads) -> Tensor:
 
 def sequences_of(call: AttentionCall) -> Tensor:
     """The sequence of each query, `(total_q,)`; that of padding tokens is `batch`."""
-    tokens = torch.arange(call.total_q, device=call.q.device, dtype=torch.int32)
-    return torch.searchsorted(call.cu_seqlens_q[1:].contiguous(), tokens, right=True)
+    stops = call.cu_seqlens_q[1:].contiguous()
+    tokens = torch.arange(call.total_q, device=stops.device, dtype=torch.int32)
+    return torch.searchsorted(stops, tokens, right=True)
 
 
 def per_token(values: Tensor | None, default: float, sequence: Tensor, heads: Heads) -> Tensor:

@@ -16,148 +16,24 @@ from jax.experimental.pallas import tpu as pltpu
 from torch_paged_attn.backends.tpu.attention import lengths_of, part_of, rng_words_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.dtypes import FLOATS, LANES, compute_dtype_of, refuse
+from torch_paged_attn.backends.tpu.kernels import launch
 from torch_paged_attn.backends.tpu.kernels.arguments import Options
 from torch_paged_attn.backends.tpu.kernels.gradients import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor
-from torch_paged_attn.backends.tpu.kernels.launch import (
-    IN_HBM,
-    IN_SMEM,
-    Memory,
-    Result,
-    launch,
-    of_sequence,
-    of_tile,
-)
 from torch_paged_attn.backends.tpu.kernels.softmax import LOG2_E, base_2
-from torch_paged_attn.backends.tpu.tile_sizes import Config, choose_config, choose_options
-from torch_paged_attn.backends.tpu.tiles import (
-    Cut,
-    Heads,
-    KeyCut,
-    KeyTiles,
-    Tiles,
-    cut_keys,
-    cut_queries,
+from torch_paged_attn.backends.tpu.tile_sizes import (
+    Config,
+    backward_bytes,
+    choose_config,
+    choose_options,
 )
+from torch_paged_attn.backends.tpu.tiles import Cut, Heads, cut_keys, cut_queries
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 OP = "flash_varlen_backward"
-
-
-class Operands(NamedTuple):
-    """Tensors as both kernels read them, in tiles; None where the call does not have them."""
-
-    q: Array  # (num_tiles, num_kv_heads, rows, head_dim); rows are a multiple of LANES
-    dout: Array  # (num_tiles, num_kv_heads, rows, head_dim_v)
-    statistics: Array  # (num_tiles, 2 * num_kv_heads, rows): all heads' base-2 lse, then delta
-    k: Array  # (num_key_tiles, num_kv_heads, block_k, head_dim)
-    v: Array  # (num_key_tiles, num_kv_heads, block_k, head_dim_v)
-    bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2
-    slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
-    rng: Array | None  # three int32: the seed's low and high word, the offset
-
-
-def query_gradients(
-    operands: Operands,
-    tiles: Tiles,
-    first_key_tile: Array,
-    options: Options,
-    *,
-    needs_bias: bool,
-) -> tuple[Array, Array | None]:
-    """dq, in tiles as q; and dbias, float32, in tiles as bias, None unless `needs_bias`. Each row
-    of a tile has a dbias of its own, though heads may share a bias.
-
-    `first_key_tile` (batch,): the number of a sequence's first tile of keys.
-    """
-    q, dout, statistics, k, v, bias, slopes, rng = operands
-    num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
-    num_tiles, heads, rows, _ = q.shape
-    scalars: dict[str, Array] = tiles._asdict()
-    scalars["table_start"] = first_key_tile
-    # the forward's loader takes tiles of keys for pages
-    scalars["table"] = jnp.arange(k.shape[0] + 1, dtype=jnp.int32)
-    inputs: dict[str, tuple[Array, Any]] = {
-        "q": (q, of_tile(q.shape, num_cores)),
-        "dout": (dout, of_tile(dout.shape, num_cores)),
-        "statistics": (statistics, of_tile(statistics.shape, num_cores)),
-        "k_hbm": (k, IN_HBM),
-        "v_hbm": (v, IN_HBM),
-    }
-    scratch: dict[str, Any] = {
-        "k_buffers": pltpu.VMEM((num_buffers, 1, *k.shape[1:]), k.dtype),
-        "v_buffers": pltpu.VMEM((num_buffers, 1, *v.shape[1:]), v.dtype),
-        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
-        "dq_acc": pltpu.VMEM(q.shape[1:], jnp.float32),
-        "columns": pltpu.VMEM((2 * heads, rows, LANES), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
-    }
-    if bias is not None:
-        inputs["bias"] = bias, IN_HBM
-        shape = (num_buffers, bias.shape[1], rows, options.block_k)
-        scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
-    if slopes is not None:
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
-    if rng is not None:
-        inputs["rng"] = rng, IN_SMEM
-    results = {"dq": Result(q.shape, options.out_dtype, of_tile(q.shape, num_cores))}
-    if needs_bias and bias is not None:
-        # the kernel writes no blocks that no row sees: zeros lie there
-        inputs["zeros"] = jnp.zeros_like(bias), IN_HBM
-        results["dbias"] = Result(bias.shape, jnp.float32, in_place_of="zeros")
-        scratch["dbias_buffer"] = pltpu.VMEM((*bias.shape[1:3], options.block_k), jnp.float32)
-        scratch["dbias_done"] = pltpu.SemaphoreType.DMA
-    memory, name = Memory(scalars, inputs, results, scratch), "_".join((OP, *results))
-    dq, *dbias = launch(query_gradient_kernel, OP, name, num_tiles, memory, options)
-    return dq, dbias[0] if dbias else None
-
-
-def key_gradients(
-    operands: Operands, tiles: Tiles, keys: KeyTiles, options: Options
-) -> tuple[Array, Array]:
-    """dk and dv, in tiles as k and v."""
-    q, dout, statistics, k, v, bias, slopes, rng = operands
-    num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
-    num_tiles = k.shape[0]
-    scalars: dict[str, Array] = {f"keys_{name}": x for name, x in keys._asdict().items()}
-    scalars |= tiles._asdict()
-    inputs: dict[str, tuple[Array, Any]] = {
-        "k": (k, of_tile(k.shape, num_cores)),
-        "v": (v, of_tile(v.shape, num_cores)),
-        "q_hbm": (q, IN_HBM),
-        "dout_hbm": (dout, IN_HBM),
-        "statistics_hbm": (statistics, IN_HBM),
-    }
-    scratch: dict[str, Any] = {
-        "q_buffers": pltpu.VMEM((num_buffers, *q.shape[1:]), q.dtype),
-        "dout_buffers": pltpu.VMEM((num_buffers, *dout.shape[1:]), dout.dtype),
-        "statistics_buffers": pltpu.VMEM((num_buffers, *statistics.shape[1:]), jnp.float32),
-        "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
-        "dk_acc": pltpu.VMEM(k.shape[1:], jnp.float32),
-        "dv_acc": pltpu.VMEM(v.shape[1:], jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
-    }
-    if bias is not None:
-        inputs["bias"] = bias.swapaxes(2, 3), IN_HBM
-        shape = (num_buffers, bias.shape[1], options.block_k, q.shape[2])
-        scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
-    if slopes is not None:
-        slopes = slopes.swapaxes(2, 3)
-        inputs["slopes"] = slopes, of_sequence(slopes, num_cores)
-    if rng is not None:
-        inputs["rng"] = rng, IN_SMEM
-    results = {
-        name: Result(x.shape, options.out_dtype, of_tile(x.shape, num_cores))
-        for name, x in (("dk", k), ("dv", v))
-    }
-    memory, name = Memory(scalars, inputs, results, scratch), "_".join((OP, *results))
-    dk, dv = launch(key_gradient_kernel, OP, name, num_tiles, memory, options)
-    return dk, dv
-
 
 # the tensors that have gradients, in the order of `Needs` and `Gradients`
 WITH_GRADIENT = tuple(GRADIENTS.values())
@@ -219,9 +95,8 @@ def attend_backward(
     needs_bias = needs_bias and call.attn_bias is not None and call.attn_bias.dtype != jnp.bool_
     total_q, total_k, batch = call.total_q, call.k.shape[0], call.batch
     # rows that see no key have no part in any gradient, whatever numbers they hold
-    is_live = ~jnp.isneginf(softmax_lse.T)
     is_token = jnp.arange(total_q) < call.cu_seqlens_q[-1]
-    is_live &= is_token[:, None]
+    is_live = ~jnp.isneginf(softmax_lse.T) & is_token[:, None]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(is_live, delta if dlse is None else delta - dlse.T, 0.0)
     lse = jnp.where(is_live, base_2(softmax_lse.T), jnp.inf)
@@ -258,7 +133,7 @@ def attend_backward(
         dbias = dbias[..., : call.attn_bias.shape[2]].astype(call.attn_bias.dtype)
     if needs_k or needs_v:
         dk, dv = _joined([x.key_gradients() for x in launches])
-        is_key = keys.is_key[:, None, None]
+        is_key = keys.is_token[:, None, None]
         dk, dv = (
             jnp.where(is_key, dx, 0).astype(x.dtype) if is_needed else None
             for dx, x, is_needed in ((dk, call.k, needs_k), (dv, call.v, needs_v))
@@ -278,41 +153,45 @@ class Rows(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """The launches for a call of some heads; there are several if VMEM does not hold tiles of all
-    heads.
+    heads. Kernels read tiles of queries `(num_tiles, num_kv_heads, rows, n)`, rows a multiple of
+    LANES, and of keys `(num_key_tiles, num_kv_heads, block_k, n)`.
     """
 
     call: Call
     rows: Rows
     cut: Cut
-    keys: KeyCut
+    keys: Cut
     options: Options
-
-    @property
-    def _heads(self) -> Heads:
-        return Heads(self.call.num_kv_heads, self.call.group_size, self.options.tile_q, LANES)
 
     def query_gradients(self, needs_bias: bool) -> tuple[Array, Array | None]:
         """dq (total_q, heads, head_dim), and dbias (total_q, heads, keys) if `needs_bias`. A bias
         that all heads share has a dbias for each query head of a group, to be summed up.
         """
-        heads, tiles = self._heads, self.keys.per_sequence
-        first_key_tile = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
-        dq, dbias = query_gradients(
-            self._operands(), self.cut.tiles, first_key_tile, self.options, needs_bias=needs_bias
-        )
-        if dbias is not None:
-            of_bias = dataclasses.replace(heads, num_kv_heads=dbias.shape[1])
-            dbias = of_bias.to_tokens(dbias, self.cut)
-        return heads.to_tokens(dq, self.cut), dbias
+        tiles = self.keys.per_sequence
+        tables = self.cut.tiles._asdict()
+        tables["table_start"] = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
+        # the forward's loader takes tiles of keys for pages
+        tables["table"] = jnp.arange(self.keys.token.shape[0] + 1, dtype=jnp.int32)
+        found = self._launch(query_gradient_kernel, tables, False, needs_bias)
+        dq, *dbias = (self._heads.to_tokens(x, self.cut) for x in found)
+        return dq, dbias[0] if dbias else None
 
     def key_gradients(self) -> tuple[Array, Array]:
         """dk (total_k, num_kv_heads, head_dim) and dv (total_k, num_kv_heads, head_dim_v)."""
-        dk, dv = key_gradients(self._operands(), self.cut.tiles, self.keys.tiles, self.options)
+        tables = {f"keys_{name}": x for name, x in self.keys.tiles._asdict().items()}
+        tables |= self.cut.tiles._asdict()
+        found = self._launch(key_gradient_kernel, tables, True)
         place = self.keys.tile_of * self.options.block_k + self.keys.place_of
-        dk, dv = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])[place] for x in (dk, dv))
+        dk, dv = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])[place] for x in found)
         return dk, dv
 
-    def _operands(self) -> Operands:
+    @property
+    def _heads(self) -> Heads:
+        return Heads(self.call.num_kv_heads, self.call.group_size, self.options.tile_q, LANES)
+
+    @functools.cached_property
+    def _tiles(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Of queries: q, dout, and all heads' base-2 lse, then delta. Of keys: k and v."""
         call, rows, heads, cut = self.call, self.rows, self._heads, self.cut
         dtype = self.options.compute_dtype
 
@@ -320,28 +199,67 @@ class Launch:
             x = jnp.where(rows.is_live[..., None], x, 0)
             return heads.of_tokens(x.astype(dtype), cut, 0.0)
 
-        def keys(x: Array) -> Array:
-            return x.astype(dtype)[self.keys.token].swapaxes(1, 2)
+        lse = heads.of_tokens(rows.lse[..., None], cut, jnp.inf)
+        delta = heads.of_tokens(rows.delta[..., None], cut, 0.0)
+        of_queries = {"q": queries(call.q), "dout": queries(rows.dout)}
+        of_queries["statistics"] = jnp.concatenate([lse[..., 0], delta[..., 0]], axis=1)
+        pairs = ("k", call.k), ("v", call.v)
+        of_keys = {n: x.astype(dtype)[self.keys.token].swapaxes(1, 2) for n, x in pairs}
+        return of_queries, of_keys
 
-        bias, slopes = call.attn_bias, call.alibi_slopes
-        if bias is not None:
-            bias = heads.of_bias(bias, cut, self.options.block_k)
-        if slopes is not None:
-            slopes = heads.of_heads(slopes * LOG2_E)
-        statistics = (
-            heads.of_tokens(rows.lse[..., None], cut, jnp.inf),
-            heads.of_tokens(rows.delta[..., None], cut, 0.0),
-        )
-        return Operands(
-            q=queries(call.q),
-            dout=queries(rows.dout),
-            statistics=jnp.concatenate([x[..., 0] for x in statistics], axis=1),
-            k=keys(call.k),
-            v=keys(call.v),
-            bias=bias,
-            slopes=slopes,
-            rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
-        )
+    def _launch(
+        self, kernel: Any, tables: dict[str, Array], keys_stay: bool, needs_bias: bool = False
+    ) -> list[Array]:
+        """The gradients of q, or of k and v, in tiles; then, if `needs_bias`, that of the bias,
+        float32, in tiles of queries: each row has one of its own, though heads may share a bias.
+        """
+        call, options, heads = self.call, self.options, self._heads
+        stays, passes = self._tiles[::-1] if keys_stay else self._tiles
+        num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
+        num_tiles, num_heads, rows, _ = next(iter(stays.values())).shape
+        inputs: dict[str, tuple[Array, Any]] = {
+            **{name: (x, launch.of_tile(x.shape, num_cores)) for name, x in stays.items()},
+            **{f"{name}_hbm": (x, launch.IN_HBM) for name, x in passes.items()},
+        }
+        wanted = {name: stays[of] for name, of in GRADIENTS.items() if of in stays}
+        buffer = (num_buffers,) if keys_stay else (num_buffers, 1)  # of one page
+        scratch: dict[str, Any] = {
+            **{
+                f"{n}_buffers": pltpu.VMEM((*buffer, *x.shape[1:]), x.dtype)
+                for n, x in passes.items()
+            },
+            # of what passes, and of biases
+            "semaphores": pltpu.SemaphoreType.DMA((4, num_buffers)),
+            **{f"{n}_acc": pltpu.VMEM(x.shape[1:], jnp.float32) for n, x in wanted.items()},
+        }
+        results = {
+            name: launch.Result(x.shape, options.out_dtype, launch.of_tile(x.shape, num_cores))
+            for name, x in wanted.items()
+        }
+        if not keys_stay:  # the statistics, all lanes alike
+            scratch["columns"] = pltpu.VMEM((2 * num_heads, rows, LANES), jnp.float32)
+        if call.attn_bias is not None:
+            bias = heads.of_bias(call.attn_bias, self.cut, options.block_k)
+            of_block = bias.shape[2], options.block_k
+            if needs_bias:
+                # the kernel writes no blocks that no row sees: zeros lie there
+                inputs["zeros"] = jnp.zeros_like(bias), launch.IN_HBM
+                results["dbias"] = launch.Result(bias.shape, jnp.float32, in_place_of="zeros")
+                scratch["dbias_buffer"] = pltpu.VMEM((bias.shape[1], *of_block), jnp.float32)
+                scratch["dbias_done"] = pltpu.SemaphoreType.DMA
+            if keys_stay:
+                bias, of_block = bias.swapaxes(2, 3), of_block[::-1]
+            inputs["bias"] = bias, launch.IN_HBM
+            buffers = num_buffers, bias.shape[1], *of_block
+            scratch["bias_buffers"] = pltpu.VMEM(buffers, jnp.float32)
+        if call.alibi_slopes is not None:
+            slopes = heads.of_heads(call.alibi_slopes * LOG2_E)
+            slopes = slopes.swapaxes(2, 3) if keys_stay else slopes
+            inputs["slopes"] = slopes, launch.of_sequence(slopes, num_cores)
+        if call.dropout_p > 0.0:
+            inputs["rng"] = rng_words_of(call.rng_state), launch.IN_SMEM
+        memory, name = launch.Memory(tables, inputs, results, scratch), "_".join((OP, *results))
+        return launch.launch(kernel, OP, name, num_tiles, memory, options)
 
 
 def _joined(parts: list[tuple[Array, Array | None]]) -> tuple[Any, Any]:
@@ -383,16 +301,16 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     # a softcap and ALiBi keep one more float for each score
     sizes = itemsize, least_rows, (call.softcap > 0) + (call.alibi_slopes is not None)
     for parts in (n for n in range(1, call.num_kv_heads + 1) if call.num_kv_heads % n == 0):
-        fitting = config.fit_backward(call.num_kv_heads // parts, widths, *sizes)
-        if fitting is not None:
+        bytes_of = functools.partial(backward_bytes, call.num_kv_heads // parts, widths, *sizes)
+        fitting = config.fit(bytes_of, least_rows)
+        if fitting.fits(bytes_of):
             break
-    if fitting is None:
+    else:
         least = f"{least_rows} rows and {LANES} keys of {max(widths)} numbers"
         refuse(f"{call.op}_backward", f"tiles of {least} do not fit {config.vmem_bytes} bytes")
-    config = fitting
-    most = max(1, config.tile_rows // call.group_size)
+    most = max(1, fitting.tile_rows // call.group_size)
     tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
-    options = choose_options(call, config, LANES, tile_q, interpret)
+    options = choose_options(call, fitting, LANES, tile_q, interpret)
     if call.attn_bias is not None:  # which masks every step
         options = dataclasses.replace(options, masked_step_k=options.step_k)
     return options, parts

@@ -12,23 +12,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from torch_paged_attn import backward_call
+from torch_paged_attn import attention_call, backward_call
 from torch_paged_attn.argument import Argument
-from torch_paged_attn.attention_call import arguments, defaults, is_by_token, tensor_names
+from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.tpu.kernels.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-DEFAULTS = {op: defaults(op) for op in ("flash_varlen", "blocksparse")}
+DEFAULTS = {op: attention_call.defaults(op) for op in ("flash_varlen", "blocksparse")}
 
 # the arguments of the ops that `described` knows
-_LISTS = {op: arguments(op) for op in DEFAULTS}
+_LISTS = {op: attention_call.arguments(op) for op in DEFAULTS}
 _LISTS["flash_varlen_backward"] = backward_call.arguments("flash_varlen_backward")
 
 # of both ops: a call of `flash_varlen` has None for a layout
 _NAMES = tuple(DEFAULTS["blocksparse"])
-_TENSORS = tensor_names("blocksparse")
+_TENSORS = attention_call.tensor_names("blocksparse")
 # what no kernel takes: no program is compiled for it
 _DROPPED = ("max_seqlen_k", "deterministic")
 _COMPILED_FOR = ("op", *(name for name in _NAMES if name not in (*_TENSORS, *_DROPPED)))
@@ -54,30 +54,14 @@ class Call(_Arguments):
         """From the arguments that a call of `op` gives."""
         return cls(op=op, **DEFAULTS[op] | given)
 
-    @property
-    def total_q(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1]
+    # as of a call of torch tensors
+    total_q, batch = AttentionCall.total_q, AttentionCall.batch
+    num_heads, head_dim = AttentionCall.num_heads, AttentionCall.head_dim
+    group_size = AttentionCall.group_size
 
     @property
     def num_kv_heads(self) -> int:
         return self.k.shape[1] if self.block_table is None else self.k.shape[-3]
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that read one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
 
     @property
     def head_dim_v(self) -> int:

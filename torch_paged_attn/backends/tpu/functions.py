@@ -157,12 +157,6 @@ def merge_states_backward(
     return tuple(gradients)  # type: ignore[return-value]
 
 
-@jax.jit
-def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Arguments as in the op; computed in float32."""
-    return _merge_states(out_a, lse_a, out_b, lse_b)
-
-
 @functools.partial(jax.jit, static_argnames="out_dtype")
 def merge_states_list(
     outs: Sequence[Array], lses: Sequence[Array], *, out_dtype: Any = None
@@ -193,6 +187,7 @@ def _merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def _merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Arguments as in the op; computed in float32."""
     merged, lse = _merge((out_a, out_b), (lse_a, lse_b))
     return merged.astype(out_a.dtype), lse
 
@@ -207,3 +202,4 @@ def _merge_backward(kept: tuple[Array, ...], given: tuple[Array, Array]) -> tupl
 
 
 _merge_states.defvjp(_merge_forward, _merge_backward)
+merge_states = jax.jit(_merge_states)

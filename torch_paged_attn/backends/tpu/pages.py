@@ -144,15 +144,12 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     if is_taken_apart or (is_readable and fold == 1 and not is_filled):
         # rows that are taken apart or filled are copied: only the call's pages are
         k, v, table = _picked(k, v, table)
+    if call.keys_of_row > 1 or is_packed:
+        k = with_rows(k, call.head_dim, packed=is_packed)
+        v = None if v is None else with_rows(v, call.head_dim_v, packed=is_packed)
     if is_readable:
-        if call.keys_of_row > 1 or is_packed:
-            k = with_rows(k, call.head_dim, packed=is_packed)
-            v = None if v is None else with_rows(v, call.head_dim_v, packed=is_packed)
         k, v = _filled(to_bits(k)), None if v is None else _filled(to_bits(v))
         return Pages(k, v, table.reshape(-1), table_stride=max_pages, fold=fold, shared=shared)
-    if call.keys_of_row > 1:
-        k = with_rows(k, call.head_dim, packed=False)
-        v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
     def stored(cache: tuple[Array, tuple[int, ...], int], b: Array, j: Array) -> Array:
         x, plane, width = cache

@@ -5,6 +5,7 @@ what a call's launches are compiled for with them.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,121 +39,86 @@ class Config:
     vmem_bytes: int = 100 * MIB  # of VMEM that tiles, blocks and scores may take
     spare_bytes: int = 0  # of VMEM besides these, for what the compiler keeps there
 
-    def bytes_of_launch(
-        self,
-        num_kv_heads: int,
-        widths: tuple[int, int],
-        sizes: tuple[int, int],
-        of_bias: tuple[int, int] = (0, 1),
-        fold: int = 1,
-    ) -> tuple[int, int, int]:
-        """What a tile, the blocks in flight, and scores with a bias take of VMEM.
+    def fits(self, bytes_of: "Bytes") -> bool:
+        """Whether a launch with these sizes fits VMEM."""
+        return bytes_of(self)[2] <= self.vmem_bytes
 
-        `widths`: numbers of a row of keys and of values. `sizes`: bytes of a number that is
-        computed on, and of one that is stored. `of_bias`: how many heads of a bias a block loads, 0
-        without one, and how many rows of a tile share a row of it. `fold`: keys of a row of memory,
-        for each of which a tile holds its queries once.
+    def fit(self, bytes_of: "Bytes", least_rows: int = LEAST_ROWS) -> "Config":
+        """Sizes with which a launch fits VMEM: tiles of queries or blocks of keys, whichever take
+        more, are halved, and then there are fewer buffers, until it does or all are the smallest.
         """
-        width, width_v = (-(-n // LANES) * LANES for n in widths)
-        computed, stored = sizes
-        # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
-        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
-        tile = num_kv_heads * self.tile_rows * row
-        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
-        block = block_rows * stored * (width + width_v)
-        in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
-        scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
-        bias_heads, group_size = of_bias
-        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
-        return tile, block, scores + 4 * bias_rows * self.block_k
-
-    def fit(self, *launch: Any) -> "Config":
-        """Sizes with which a launch fits VMEM: tiles of queries and blocks of keys are halved, and
-        then the number of buffers is reduced, until it does or all are the smallest. Arguments are
-        those of `bytes_of_launch`.
-        """
-        tile, block, rest = self.bytes_of_launch(*launch)
-        if tile + block + rest <= self.vmem_bytes:
+        if self.fits(bytes_of):
             return self
-        smaller = self._halved(LEAST_ROWS, tile >= block)
-        if smaller is None and self.num_buffers > LEAST_BUFFERS:
+        tile, block, _ = bytes_of(self)
+        if self.tile_rows > least_rows and (tile >= block or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            step_k = min(self.step_k, block_k)
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=step_k)
+        elif self.num_buffers > LEAST_BUFFERS:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
-        return self if smaller is None else smaller.fit(*launch)
-
-    def _halved(self, least_rows: int, is_long: bool) -> "Config | None":
-        """With tiles of half the rows, if the tile is the larger part, or blocks of half the keys;
-        None if both are the smallest."""
-        if self.tile_rows > least_rows and (is_long or self.block_k <= LEAST_KEYS):
-            return dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        if self.block_k <= LEAST_KEYS:
-            return None
-        block_k = self.block_k // 2
-        return dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-
-    def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
-        """In how many parts the KV heads fit VMEM, each with tiles of its own. Arguments are those
-        of `bytes_of_launch`.
-
-        1 if they fit together. If not, the parts are so small that tiles are not halved.
-        """
-        parts = 1
-        while True:
-            heads = num_kv_heads // parts
-            smaller = self.fit(heads, *rest)
-            fits = sum(smaller.bytes_of_launch(heads, *rest)) <= self.vmem_bytes
-            if heads % 2 or (fits and (parts == 1 or smaller.tile_rows == self.tile_rows)):
-                return parts
-            parts *= 2
-
-    def with_longer_blocks(self, rows: int, *launch: Any) -> "Config":
-        """These sizes with blocks of twice as many keys, if such a block, computed on as a whole,
-        fits VMEM beside tiles of `rows` rows; else these. Other arguments are those of
-        `bytes_of_launch`.
-        """
-        block_k = 2 * self.block_k
-        longer = dataclasses.replace(self, block_k=block_k, step_k=block_k, tile_rows=rows)
-        fits = longer.fit(*launch) == longer
-        return dataclasses.replace(self, block_k=block_k) if fits else self
-
-    def fit_backward(
-        self,
-        num_kv_heads: int,
-        widths: tuple[int, int],
-        computed: int,
-        least_rows: int,
-        more_floats: int = 0,
-    ) -> "Config | None":
-        """Sizes with which both kernels of the backward fit VMEM: tiles are halved until they do;
-        None if the smallest do not.
-
-        `widths` is as in `bytes_of_launch`; `computed`: bytes of a number that is computed on;
-        `least_rows`: of a tile of queries; `more_floats`: how many floats more options of the call
-        keep for each score.
-        """
-        width = sum(-(-n // LANES) * LANES for n in widths)
-        width_q = -(-widths[0] // LANES) * LANES
-        tile_rows = max(self.tile_rows, least_rows)
-        # what stays is there twice, since the next tile's is loaded meanwhile, and its sums once in
-        # float32
-        query = tile_rows * (2 * computed * (width + width_q) + 4 * (width_q + 2 * LANES))
-        key = self.block_k * (4 * computed * width + 4 * width)
-        passing = [n * self.num_buffers * computed * width for n in (self.block_k, tile_rows)]
-        tiles = num_kv_heads * max(query + passing[0], key + passing[1])
-        in_flight = min(num_kv_heads, MOST_HEADS) * tile_rows
-        of_score = 8 + 2 * computed + 4 * more_floats
-        scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * of_score
-        if tiles + scores <= self.vmem_bytes:
+        else:
             return self
-        smaller = self._halved(least_rows, query >= key)
-        if smaller is None:
-            return None
-        return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
+        return smaller.fit(bytes_of, least_rows)
 
     def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
         """Smaller sizes for a call with a bias: a block loads a float of it for each score."""
         block_k = min(self.block_k, block_k)
         step_k = min(self.step_k, block_k)
         return dataclasses.replace(self, block_k=block_k, step_k=step_k, tile_rows=tile_rows)
+
+
+# bytes of VMEM by the sizes of a launch: of tiles of queries, of blocks of keys, and of everything
+Bytes = Callable[[Config], tuple[int, int, int]]
+
+
+def _of_scores(config: Config, num_kv_heads: int, tile_rows: int) -> int:
+    """How many scores the heads have that are computed on together."""
+    in_flight = min(num_kv_heads, MOST_HEADS) * tile_rows
+    return min(max(MOST_ROWS, tile_rows), in_flight) * config.step_k
+
+
+def forward_bytes(
+    num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int], of_bias: tuple[int, int],
+    fold: int, config: Config,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Of the forward: a tile, the blocks in flight, and scores with a bias besides.
+
+    `widths`: numbers of a row of keys and of values. `sizes`: bytes of a number that is computed
+    on, and of one that is stored. `of_bias`: how many heads of a bias a block loads, 0 without one,
+    and how many rows of a tile share a row of it. `fold`: keys of a row of memory, for each of
+    which a tile holds its queries once.
+    """
+    width, width_v = (-(-n // LANES) * LANES for n in widths)
+    (computed, stored), (bias_heads, group_size) = sizes, of_bias
+    # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
+    row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
+    tile = num_kv_heads * config.tile_rows * row
+    block_rows = config.num_buffers * num_kv_heads * config.block_k // fold
+    block = block_rows * stored * (width + width_v)
+    scores = _of_scores(config, num_kv_heads, config.tile_rows) * (4 + computed)
+    bias_rows = bias_heads * (config.tile_rows // group_size) * (config.num_buffers + 1)
+    return tile, block, tile + block + scores + 4 * bias_rows * config.block_k
+
+
+def backward_bytes(
+    num_kv_heads: int, widths: tuple[int, int], computed: int, least_rows: int, more_floats: int,
+    config: Config,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Of the larger one of the backward's kernels. `computed`: bytes of a number that is computed
+    on; `least_rows`: of a tile of queries; `more_floats`: how many more floats the call's options
+    keep for each score.
+    """
+    width_q, width_v = (-(-n // LANES) * LANES for n in widths)
+    width, tile_rows = width_q + width_v, max(config.tile_rows, least_rows)
+    # what stays is there twice, since the next tile's is loaded meanwhile, and its sums in float32
+    query = tile_rows * (2 * computed * (width + width_q) + 4 * (width_q + 2 * LANES))
+    key = config.block_k * (4 * computed * width + 4 * width)
+    keys, queries = (n * config.num_buffers * computed * width for n in (config.block_k, tile_rows))
+    of_score = 8 + 2 * computed + 4 * more_floats
+    scores = _of_scores(config, num_kv_heads, tile_rows) * of_score
+    return query, key, num_kv_heads * max(query + keys, key + queries) + scores
 
 
 # by `device_kind`
@@ -203,25 +169,28 @@ def plan(
     # a tile of few tokens has fewer rows than `config` says
     rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
     tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
-    parts = tiles.parts_of_heads(call.num_kv_heads, *rest)
-    while not _divides_heads(call, parts):
-        parts += 1
-    config = config.fit(max(1, call.num_kv_heads // parts), *rest)
+    # the largest parts of heads that fit together, or for which tiles of a part are not halved
+    for parts in _ways_of_heads(call):
+        bytes_of = functools.partial(forward_bytes, max(1, call.num_kv_heads // parts), *rest)
+        fitting = tiles.fit(bytes_of)
+        if fitting.fits(bytes_of) and (parts == 1 or fitting.tile_rows == tiles.tile_rows):
+            break
+    config = config.fit(bytes_of)
     group_size = call.num_heads // max(parts, call.num_kv_heads)
-    return (
-        pages,
-        parts,
-        [
-            _options_of_pages(call, config, pages, tile_q, interpret, parts)
-            for tile_q in _tile_sizes(longest, group_size, config)
-        ],
-    )
+    launches = [
+        _options_of_pages(call, config, pages, tile_q, interpret, parts)
+        for tile_q in _tile_sizes(longest, group_size, config)
+    ]
+    return pages, parts, launches
 
 
-def _divides_heads(call: Call, parts: int) -> bool:
-    """Whether each part has whole KV heads or is of one, and no more heads than lse has lanes."""
-    are_whole = call.num_kv_heads % parts == 0 or parts % call.num_kv_heads == 0
-    return are_whole and call.num_heads % parts == 0 and call.num_heads // parts <= LANES
+def _ways_of_heads(call: Call) -> list[int]:
+    """In how many parts heads may be launched: each has whole KV heads or is of one, and no more
+    heads than lse has lanes."""
+    heads, kv_heads = call.num_heads, call.num_kv_heads
+    ways = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= LANES]
+    ways = [n for n in ways if kv_heads % n == 0 or n % kv_heads == 0]
+    return [n for n in ways if n <= kv_heads] or ways[:1]
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
@@ -244,18 +213,17 @@ def _options_of_pages(
     No other head's work hides the latencies of a step then: fewer, longer steps have fewer of them
     (16 sequences of 4096 latent keys, TPU7x: 176 thousand bundles by blocks of 1024, 157 by 2048).
     """
-    choose = functools.partial(
-        choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
-        fold=pages.fold, parts=parts,
-    )  # fmt: skip
-    options = choose(config)
+    rest = pages.page_size, tile_q, interpret, pages.fold, parts
+    options = choose_options(call, config, *rest)
     is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
     is_long = pages.table_stride * pages.page_size > config.block_k
     if tile_q <= SHORT and options.stack == call.num_kv_heads and is_plain and is_long:
         sizes = options.compute_dtype.itemsize, pages.k.dtype.itemsize
-        rows = options.group_size * tile_q
-        longer = config.with_longer_blocks(rows, call.num_kv_heads, pages.widths, sizes)
-        options = choose(longer)
+        rows, block_k = options.group_size * tile_q, 2 * config.block_k
+        longer = dataclasses.replace(config, block_k=block_k, step_k=block_k, tile_rows=rows)
+        of_launch = call.num_kv_heads, pages.widths, sizes, (0, 1), 1
+        if longer.fits(functools.partial(forward_bytes, *of_launch)):
+            options = choose_options(call, dataclasses.replace(config, block_k=block_k), *rest)
     return dataclasses.replace(options, table_stride=pages.table_stride)
 
 

@@ -8,7 +8,7 @@ for the backward XLA gathers and transposes tokens to rows and back (`Heads`).
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +74,14 @@ class KeyTiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Tiles, and where each token is in them."""
+    """Tiles of packed tokens, queries or keys, and where each token is in them."""
 
-    tiles: Tiles
-    token: Array  # (num_tiles, tile_q) in q
-    tile_of: Array  # (total_q,) tile of a token, and its place there
-    place_of: Array  # (total_q,)
+    tiles: Any  # Tiles or KeyTiles
+    per_sequence: Array  # (batch,) how many tiles a sequence has
+    token: Array  # (num_tiles, size) the row of each of a tile's tokens
+    tile_of: Array  # (total,) tile of a token, and its place there
+    place_of: Array  # (total,)
+    is_token: Array  # (total,) False for rows of no sequence
 
 
 def count_up(counts: Array, size: int) -> tuple[Array, Array]:
@@ -93,58 +95,64 @@ def count_up(counts: Array, size: int) -> tuple[Array, Array]:
     return which, (index - first[which]).astype(jnp.int32)
 
 
+def bounds_of(window: Window, first: Array, size: int, query_len: Array, key_len: Array) -> Any:
+    """Of the tile of `size` queries from `first` on, what `Tiles` says of it besides its place."""
+    num_tokens = jnp.minimum(size, query_len - first)
+    position = key_len - query_len + first
+    last = position + num_tokens - 1
+    start, stop = window.start(position), window.stop(last, key_len)
+    is_busy = start < stop
+    return {
+        "num_tokens": num_tokens,
+        "position": position,
+        "start": jnp.where(is_busy, start, 0),
+        "full_start": window.start(last),
+        "full_stop": window.stop(position, key_len),
+        "stop": jnp.where(is_busy, stop, 0),
+    }
+
+
+def _cut(
+    first_row: Array, lengths: Array, total: int, size: int, num_cores: int
+) -> tuple[Array, Array, Array, Cut]:
+    """Which tiles there are, of which sequence and token in it they begin at; and a cut without
+    tiles. Sequence b's tokens are the rows from `first_row[b]` on.
+    """
+    batch = lengths.shape[0]
+    per_sequence = lax.div(lengths + (size - 1), jnp.int32(size))
+    bound = min(total, (total + batch * (size - 1)) // size)
+    bound = max(1, -(-bound // num_cores)) * num_cores
+    which, rank = count_up(per_sequence, bound)
+    sequence, first = jnp.minimum(which, batch - 1), rank * size
+
+    index = jnp.arange(total, dtype=jnp.int32)
+    of_token = jnp.searchsorted(first_row[1:], index, side="right", method="compare_all")
+    place = index - first_row[of_token]
+    first_tile = jnp.cumsum(per_sequence) - per_sequence
+    token = first_row[sequence][:, None] + first[:, None] + jnp.arange(size)
+    cut = Cut(
+        tiles=None,
+        per_sequence=per_sequence,
+        token=jnp.clip(token, 0, total - 1),
+        tile_of=jnp.clip(first_tile[of_token] + place // size, 0, bound - 1),
+        place_of=place % size,
+        is_token=(place >= 0) & (place < lengths[of_token]),
+    )
+    return which < batch, sequence, first, cut
+
+
 def cut_queries(
     lengths: Lengths, total_q: int, *, tile_q: int, window: Window, num_cores: int
 ) -> Cut:
     """Tiles of all sequences."""
-    batch = lengths.query.shape[0]
-    per_sequence = lax.div(lengths.query + (tile_q - 1), jnp.int32(tile_q))
-    bound = min(total_q, (total_q + batch * (tile_q - 1)) // tile_q)
-    bound = max(1, -(-bound // num_cores)) * num_cores
-    which, rank = count_up(per_sequence, bound)
-    is_tile = which < batch
-    sequence = jnp.minimum(which, batch - 1)
-
-    first = rank * tile_q
-    query_len, key_len = lengths.query[sequence], lengths.key[sequence]
-    past = key_len - query_len
-    position = past + first
-    last = past + jnp.minimum(first + tile_q, query_len) - 1
-    start, stop = window.start(position), window.stop(last, key_len)
-    is_busy = is_tile & (start < stop)
-    tiles = Tiles(
-        sequence=sequence,
-        first_query=first,
-        num_tokens=jnp.minimum(tile_q, query_len - first),
-        position=position,
-        start=jnp.where(is_busy, start, 0),
-        full_start=window.start(last),
-        full_stop=window.stop(position, key_len),
-        stop=jnp.where(is_busy, stop, 0),
-        next_nonempty=next_nonempty(is_busy, num_cores),
-    )
-
-    of_token, place = count_up(lengths.query, total_q)
-    of_token = jnp.minimum(of_token, batch - 1)
-    first_tile = jnp.cumsum(per_sequence) - per_sequence
-    token = lengths.first_query[sequence][:, None] + first[:, None] + jnp.arange(tile_q)
-    return Cut(
-        tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles),
-        token=jnp.clip(token, 0, total_q - 1),
-        tile_of=jnp.clip(first_tile[of_token] + place // tile_q, 0, bound - 1),
-        place_of=place % tile_q,
-    )
-
-
-class KeyCut(NamedTuple):
-    """Tiles of keys, and where each packed key is in them."""
-
-    tiles: KeyTiles
-    per_sequence: Array  # (batch,) how many tiles a sequence has
-    token: Array  # (num_tiles, tile_k) in k
-    tile_of: Array  # (total_k,) tile of a token, and its place there
-    place_of: Array  # (total_k,)
-    is_key: Array  # (total_k,) False behind the last key of a sequence
+    of_query = lengths.first_query, lengths.query
+    is_tile, sequence, first, cut = _cut(*of_query, total_q, tile_q, num_cores)
+    bounds = bounds_of(window, first, tile_q, lengths.query[sequence], lengths.key[sequence])
+    for end in ("start", "stop"):
+        bounds[end] = jnp.where(is_tile, bounds[end], 0)
+    is_busy = bounds["start"] < bounds["stop"]
+    tiles = Tiles(sequence, first, **bounds, next_nonempty=next_nonempty(is_busy, num_cores))
+    return cut._replace(tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles))
 
 
 def cut_keys(
@@ -156,50 +164,30 @@ def cut_keys(
     tile_q: int,
     window: Window,
     num_cores: int,
-) -> KeyCut:
+) -> Cut:
     """Tiles of packed keys, of which sequence b's start at row `first_key[b]`; `tile_q` is the
     size of `cut_queries`.
     """
-    batch = lengths.key.shape[0]
-    per_sequence = lax.div(lengths.key + (tile_k - 1), jnp.int32(tile_k))
-    bound = min(total_k, (total_k + batch * (tile_k - 1)) // tile_k)
-    bound = max(1, -(-bound // num_cores)) * num_cores
-    which, rank = count_up(per_sequence, bound)
-    sequence = jnp.minimum(which, batch - 1)
-    first = rank * tile_k
+    is_tile, sequence, first, cut = _cut(first_key, lengths.key, total_k, tile_k, num_cores)
     query_len, key_len = lengths.query[sequence], lengths.key[sequence]
-
     # token i, at position past + i, sees [position - left, position + right]
     past = key_len - query_len
     last = jnp.minimum(first + tile_k, key_len) - 1
     start = jnp.zeros_like(past) if window.right < 0 else first - window.right - past
     stop = query_len if window.left < 0 else last + window.left + 1 - past
     start, stop = (jnp.clip(x, 0, query_len) for x in (start, stop))
-    is_busy = (which < batch) & (start < stop)
+    is_busy = is_tile & (start < stop)
     per_query = lax.div(lengths.query + (tile_q - 1), jnp.int32(tile_q))
     before = (jnp.cumsum(per_query) - per_query)[sequence]
-    num_visits = lax.div(stop + (tile_q - 1), jnp.int32(tile_q)) - lax.div(start, jnp.int32(tile_q))
+    start, stop = (lax.div(x, jnp.int32(tile_q)) for x in (start, stop + (tile_q - 1)))
     tiles = KeyTiles(
         sequence=sequence,
         first_key=first,
-        first_tile=jnp.where(is_busy, before + lax.div(start, jnp.int32(tile_q)), 0),
-        num_visits=jnp.where(is_busy, num_visits, 0),
+        first_tile=jnp.where(is_busy, before + start, 0),
+        num_visits=jnp.where(is_busy, stop - start, 0),
         next_nonempty=next_nonempty(is_busy, num_cores),
     )
-
-    index = jnp.arange(total_k, dtype=jnp.int32)
-    of_token = jnp.searchsorted(first_key[1:], index, side="right", method="compare_all")
-    place = index - first_key[of_token]
-    first_tile = jnp.cumsum(per_sequence) - per_sequence
-    token = first_key[sequence][:, None] + first[:, None] + jnp.arange(tile_k)
-    return KeyCut(
-        tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles),
-        per_sequence=per_sequence,
-        token=jnp.clip(token, 0, total_k - 1),
-        tile_of=jnp.clip(first_tile[of_token] + place // tile_k, 0, bound - 1),
-        place_of=place % tile_k,
-        is_key=(place >= 0) & (place < lengths.key[of_token]),
-    )
+    return cut._replace(tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles))
 
 
 def next_nonempty(is_busy: Array, num_cores: int) -> Array:
@@ -226,22 +214,20 @@ class Heads:
         padding = ((0, 0), (0, 0), (0, -rows.shape[2] % self.unit), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
-    def of_tokens(self, x: Array, cut: Cut, absent: float | None = None) -> Array:
-        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n).
-
-        Rows that are no tokens hold `absent`, or any number if it is None.
+    def of_tokens(self, x: Array, cut: Cut, absent: float) -> Array:
+        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n); rows that are no tokens
+        hold `absent`.
         """
         num_tiles, tile_q = cut.token.shape
         x = x[cut.token]
-        if absent is not None:
-            is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
-            x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
+        is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
+        x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
         x = x.reshape(num_tiles, tile_q, self.num_kv_heads, self.group_size, -1)
         x = x.transpose(0, 2, 3, 1, 4).reshape(num_tiles, self.num_kv_heads, -1, x.shape[-1])
-        return self.pad(x, absent or 0.0)
+        return self.pad(x, absent)
 
     def to_tokens(self, x: Array, cut: Cut) -> Array:
-        """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
+        """(num_tiles, any KV heads, rows, n) as (total_q, query heads, n)."""
         num_tiles, num_kv_heads, _, width = x.shape
         x = x[:, :, : self.group_size * self.tile_q]
         x = x.reshape(num_tiles, num_kv_heads, self.group_size, self.tile_q, width)

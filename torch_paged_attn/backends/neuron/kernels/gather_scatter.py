@@ -5,7 +5,8 @@ row is a DMA of its own, whose start is a number in SBUF. An index of -1 is out 
 `skip` its row is neither read nor written.
 """
 
-from torch_paged_attn.backends.neuron.toolchain import nisa
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 P = 128
 
@@ -47,3 +48,21 @@ def scatter_rows(rows, tile, index, layout, heads):
     else:
         scattered = parts_of(rows, index, layout, heads, 1)
         nisa.dma_copy(dst=scattered, src=tile, oob_mode=skip, dge_mode=nisa.dge_mode.swdge)
+
+
+def reshape_and_cache_kernel(rows, index, cache, num_kv_heads, layout):
+    """Write keys or values, rows (num_tokens, num_kv_heads * row.dim), into `cache` and return it:
+    P tokens a step, all heads of a token together.
+
+    index: (num_tokens, 1) int32, -1 to skip. cache: its storage as (rows, row size). layout: the
+    fields of a `RowLayout`, in a tuple, which torch.compile's launches can hold. num_tokens is a
+    multiple of P, and no index comes twice.
+    """
+    row = RowLayout(layout[0], layout[1], layout[2], layout[3])
+    for start in range(0, rows.shape[0], P):
+        slots = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=slots, src=index[start : start + P])
+        tile = nl.ndarray((P, num_kv_heads * row.dim), dtype=cache.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=rows[start : start + P])
+        scatter_rows(cache, tile, slots, row, num_kv_heads)
+    return cache

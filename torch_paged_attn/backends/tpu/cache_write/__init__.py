@@ -28,12 +28,6 @@ from torch_paged_attn.backends.tpu.dtypes import (
 MOST_TOKENS = 1 << 17
 
 
-def _has_tiles(key: Array, cache: Array) -> bool:
-    """Whether the kernel writes this cache: pages are whole tiles, or rows hold several keys."""
-    is_packed = cache.shape[-1] // key.shape[2] > 1 and cache.shape[-1] % key.shape[2] == 0
-    return cache.shape[-2] % rows_of_tile(cache.dtype) == 0 or is_packed
-
-
 def _write_kernel(*refs: Any, **options: Any) -> None:
     RunWriter(*refs, **options).walk()
 
@@ -113,40 +107,40 @@ def _as_words(new: Array) -> Array:
     return new if width % LANES else new.reshape(tokens, -1, LANES)
 
 
-def _kept(slots: Array, num_slots: int) -> tuple[Array, Array]:
-    """Tokens in the order of their slots, and which are kept: of two for one slot the later one."""
-    skipped = jnp.int32(num_slots)
-    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, skipped).astype(jnp.int32)
+def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()) -> Array:
+    """Write pages that are no whole number of tiles by XLA's scatter. Of two tokens for one slot
+    the later one is kept, which a stable sort puts behind the earlier one.
+    """
+    num_pages, _, page_size, _ = cache.shape[-4:]
+    skipped = jnp.int32(num_pages * page_size)
+    slots = jnp.where((slots >= 0) & (slots < skipped), slots, skipped).astype(jnp.int32)
     token = jnp.argsort(slots, stable=True).astype(jnp.int32)
     slot = slots[token]
-    # a stable sort keeps the later of two tokens behind the earlier one
-    return token, jnp.append(slot[1:] != slot[:-1], True) & (slot < skipped)
-
-
-def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()) -> Array:
-    """Write pages that are no whole number of tiles by XLA's scatter."""
-    num_pages, _, page_size, _ = cache.shape[-4:]
-    token, kept = _kept(slots, num_pages * page_size)
-    slot = slots[token]
-    page = jnp.where(kept, slot // page_size, num_pages)
+    is_kept = jnp.append(slot[1:] != slot[:-1], True) & (slot < skipped)
+    page = jnp.where(is_kept, slot // page_size, num_pages)
     where = (*plane, page, slice(None), slot % page_size)
     return cache.at[where].set(new[token], mode="drop")
 
 
-def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
-    """Convert to the cache's dtype: rounded to nearest even, 8 bits saturated."""
+def _stored(x: Array, cache: Array, scale: Array | None) -> Array:
+    """New rows as the cache has them: rounded to nearest even, 8 bits saturated; with zeros where
+    its rows end in numbers of no key.
+    """
+    dtype, width = cache.dtype, cache.shape[-1]
     if dtype == jnp.int16:
-        return to_bits(x)
-    if dtype.name not in EIGHT_BITS:
-        return x.astype(dtype)
-    x = x.astype(jnp.float32)
-    if scale is not None:
-        heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
-        # XLA would multiply by the reciprocal of a broadcast scale, which moves ties
-        x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
-    if dtype == jnp.int8:
-        return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
-    return to_float8(x, dtype)
+        x = to_bits(x)
+    elif dtype.name not in EIGHT_BITS:
+        x = x.astype(dtype)
+    else:
+        x = x.astype(jnp.float32)
+        if scale is not None:
+            heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
+            # XLA would multiply by the reciprocal of a broadcast scale, which moves ties
+            x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
+        is_int = dtype == jnp.int8
+        x = jnp.clip(jnp.round(x), -128, 127).astype(dtype) if is_int else to_float8(x, dtype)
+    filling = width - x.shape[2] if width % x.shape[2] else 0
+    return jnp.pad(x, ((0, 0), (0, 0), (0, filling))) if filling else x
 
 
 def unsupported(key: Array, cache: Array) -> str | None:
@@ -205,31 +199,17 @@ def _with_tokens(
     key, cache = values[0], caches[0]
     if (reason := unsupported(key, cache)) is not None:
         refuse(op, reason)
-    new = _new_rows(values, scales, slots, (cache, caches[-1]))
+    count = slots.shape[0]  # new rows behind them are padding
+    each = zip(values, (cache, caches[-1]), scales, strict=True)
+    new = tuple(_stored(x[:count], stored, scale) for x, stored, scale in each)
     if slots.shape[0] == 0 or cache.size == 0:
         return caches
-    if _has_tiles(key, cache):
+    # the kernel writes pages that are whole tiles, or whose rows hold several keys
+    keys_of_row, rest = divmod(cache.shape[-1], key.shape[2])
+    if cache.shape[-2] % rows_of_tile(cache.dtype) == 0 or (keys_of_row > 1 and rest == 0):
         return _write(new, caches, slots, interpret)
     if len(caches) == 2:
         return tuple(_scatter(x, cache, slots) for x, cache in zip(new, caches, strict=True))
     for plane, x in enumerate(new):
         cache = _scatter(x, cache, slots, (plane,))
     return (cache,)
-
-
-def _new_rows(
-    values: tuple[Array, Array],
-    scales: tuple[Array | None, ...],
-    slots: Array,
-    caches: tuple[Array, Array],
-) -> tuple[Array, ...]:
-    """New keys and values in the cache's dtype, with zeros where its rows end in numbers of no key;
-    rows past the length of `slots` are padding.
-    """
-    rows = []
-    for x, scale, cache in zip(values, scales, caches, strict=True):
-        stored = _store(x[: slots.shape[0]], cache.dtype, scale)
-        if cache.shape[-1] % x.shape[2]:
-            stored = jnp.pad(stored, ((0, 0), (0, 0), (0, cache.shape[-1] - x.shape[2])))
-        rows.append(stored)
-    return tuple(rows)

@@ -70,25 +70,6 @@ class Place(NamedTuple):
     written: Array  # runs whose write-back has been waited for
 
 
-def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
-    """Planes of a cache (planes, pages, heads, rows, numbers), and the place of this tile of
-    `height` rows in them: keys and values of one cache together, unless they are too far apart for
-    one DMA.
-    """
-    page, of_page = divided(tile, cache.shape[3] // height)
-    where = page, slice(None), pl.ds(pl.multiple_of(of_page * height, height), height)
-    planes = range(cache.shape[0])
-    plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
-    some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
-    at = [(which, *where) for which in some]
-    return [(place[0], cache.at[place]) for place in at]
-
-
-def num_slots(cache: Any, fold: int) -> int:
-    """Slots of a cache whose rows hold `fold` keys each."""
-    return int(cache.shape[1] * cache.shape[3] * fold)
-
-
 class RunWriter:
     """What is done with the runs of one launch.
 
@@ -105,8 +86,7 @@ class RunWriter:
         self.caches, self.tiles = refs[:num_caches], refs[num_caches : 2 * num_caches]
         refs = refs[2 * num_caches :]
         self.rows, (self.read_done, self.write_done, self.rows_done) = refs[:2], refs[2:5]
-        self.runs = Runs(*refs[5:])
-        self.fold, self.interpret = fold, interpret
+        self.runs, self.fold, self.interpret = Runs(*refs[5:]), fold, interpret
 
     @property
     def height(self) -> int:
@@ -130,12 +110,18 @@ class RunWriter:
         return divided(run, self.num_buffers)[1]
 
     def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
-        """The tiles in this buffer, and where they lie in the caches."""
-        return [
-            (tiles.at[slot, planes], stored)
-            for tiles, cache in zip(self.tiles, self.caches, strict=True)
-            for planes, stored in places(cache, self.runs.tile[slot], self.height)
-        ]
+        """The tiles in this buffer, and where they lie in the caches (planes, pages, heads, rows,
+        numbers): keys and values of one together, unless they are too far apart for one DMA.
+        """
+        found, height = [], self.height
+        for tiles, cache in zip(self.tiles, self.caches, strict=True):
+            page, of_page = divided(self.runs.tile[slot], cache.shape[3] // height)
+            rows = pl.ds(pl.multiple_of(of_page * height, height), height)
+            is_near = math.prod(cache.shape[1:]) * cache.dtype.itemsize < FARTHEST
+            each = [slice(i, i + 1) for i in range(cache.shape[0])]
+            for planes in [slice(None)] if is_near else each:
+                found.append((tiles.at[slot, planes], cache.at[planes, page, :, rows]))
+        return found
 
     def _reads(self, slot: Array, do: str) -> None:
         for tile, stored in self._tiles(slot):
@@ -161,12 +147,10 @@ class RunWriter:
         else:
             move(0, self.runs.size[slot])
 
-    def _is_whole(self, slot: Array) -> Array:
-        return self.runs.size[slot] == self.tile_slots
-
     def _next_run(self, token: Array) -> tuple[Array, Array]:
         """The first token from `token` on that is kept, and how many there are in its run."""
-        total, end = jnp.int32(self.slots.shape[0]), num_slots(self.caches[0], self.fold)
+        total, (_, pages, _, rows, _) = jnp.int32(self.slots.shape[0]), self.caches[0].shape
+        end = pages * rows * self.fold
 
         def slot_of(token: Array) -> Array:
             return self.slots[jnp.minimum(token, total - 1)]
@@ -215,12 +199,11 @@ class RunWriter:
 
     def wait_for_writes(self, written: Array, stop: Array) -> Array:
         """Wait for the write-back of the runs before `stop`, of which `written` have been."""
-        lax.fori_loop(
-            written,
-            stop,
-            lambda run, _: self._writes(self._buffer(run), "wait"),
-            None,
-        )
+
+        def wait(run: Array, _: None) -> None:
+            self._writes(self._buffer(run), "wait")
+
+        lax.fori_loop(written, stop, wait, None)
         return jnp.maximum(written, stop)
 
     def change(self, at: Place) -> Place:
@@ -230,7 +213,7 @@ class RunWriter:
         behind = at.run + (self.ahead + 1 - self.num_buffers)
         written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
         token = self.fetch(at.run + self.ahead, at.token)
-        is_whole = self._is_whole(slot)
+        is_whole = self.runs.size[slot] == self.tile_slots
         pl.when(is_late & ~is_whole)(lambda: self._reads(slot, "start"))
         pl.when(~is_whole)(lambda: self._reads(slot, "wait"))
         self._new_rows(slot, "wait")

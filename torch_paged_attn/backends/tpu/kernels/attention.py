@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu.dtypes import numbers_of_word
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
 from torch_paged_attn.backends.tpu.kernels.dropout import kept
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import KvLoader, TokenBias
 from torch_paged_attn.backends.tpu.kernels.layout_mask import LayoutMask
@@ -32,35 +32,33 @@ from torch_paged_attn.backends.tpu.kernels.scores import Pieces, Scores, for_hea
 from torch_paged_attn.backends.tpu.kernels.softmax import FLOOR, MASKED, Softmax, across, product
 
 
-def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
-    """What Pallas runs for each tile, of which the kernel cuts `num_tiles` at most; `names` are
-    those of `refs` (see `launch.py`)."""
-    named = ForwardRefs.named(names, refs)
+def attention_kernel(refs: Refs, options: Options, num_tiles: int) -> None:
+    """What Pallas runs for each tile, of which the kernel cuts `num_tiles` at most."""
     core, step = pl.program_id(0), pl.program_id(1)
     num_cores = options.config.num_cores
     tile = step * num_cores + core
-    loader = KvLoader(named, options, num_tiles)
-    softmax = Softmax(named.m_i, named.l_i, named.acc)
-    rows = TokenRows(named, options, tile)
-    attention = TileAttention(named, loader, softmax, options, tile, rows)
+    loader = KvLoader(refs, options, num_tiles)
+    softmax = Softmax(refs.m_i, refs.l_i, refs.acc)
+    rows = TokenRows(refs, options, tile)
+    attention = TileAttention(refs, loader, softmax, options, tile, rows)
 
     @pl.when(step == 0)
     def _() -> None:
-        plan_tiles(named, options, num_tiles)
+        plan_tiles(refs, options, num_tiles)
         if options.clears_padding:
-            pl.when(core == 0)(lambda: clear_padding(named, options, FLOOR))
+            pl.when(core == 0)(lambda: clear_padding(refs, options, FLOOR))
         attention.for_heads(softmax.reset)
         attention.hide_filling_rows()
-        pl.when(tile < named.num_tiles[0])(rows.fetch)
+        pl.when(tile < refs.num_tiles[0])(rows.fetch)
 
-    @pl.when(tile < named.num_tiles[0])
+    @pl.when(tile < refs.num_tiles[0])
     def _() -> None:
         rows.arrange()
         following = dataclasses.replace(rows, tile=tile + num_cores)
-        has_following = following.tile < named.num_tiles[0]
+        has_following = following.tile < refs.num_tiles[0]
         pl.when(has_following)(following.fetch)
         attention.spread_slopes()
-        loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
+        loader.run_tile(tile, step == 0, attention.attend_block)
         rows.begin_results(step > 0)
         if options.tile_q == 1:
             attention.for_heads(attention.finish)
@@ -74,7 +72,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_t
 class TileAttention:
     """One tile against the blocks of keys that it sees."""
 
-    refs: ForwardRefs
+    refs: Refs
     loader: KvLoader
     softmax: Softmax
     options: Options
@@ -144,7 +142,7 @@ class TileAttention:
         values = (factors[first + head] for head in heads)
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
-    def attend_block(self, block: Array, slot: Array, _turn: Array) -> None:
+    def attend_block(self, block: Array, slot: Array) -> None:
         """Fold the block of keys in buffer `slot` into the softmax."""
         refs, first = self.refs, block * self.loader.block_k
         if refs.bias_rows is not None:

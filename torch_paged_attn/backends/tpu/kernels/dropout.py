@@ -141,11 +141,8 @@ class Dropout:
     first_key: Array
     width: int  # keys
 
-    def keep(self, rows: int, key_axis: int) -> Array:
-        """-1 for what is kept, else 0: (rows, keys), or (keys, rows) if `key_axis` is 0."""
-        return self._keep_of_columns(rows) if key_axis == 0 else self._keep_of_rows(rows)
-
-    def _keep_of_columns(self, rows: int) -> Array:
+    def keep_of_columns(self, rows: int) -> Array:
+        """-1 for what is kept, else 0: (keys, rows)."""
         row = lax.broadcasted_iota(jnp.int32, (1, rows), 1)
         columns = self._philox.of_columns(self._counter((self.width // WORDS, 1), 0))
         words = self._philox.draw(columns, self._of_rows(row))
@@ -153,7 +150,8 @@ class Dropout:
         spread = self._spread((self.width, self.width // WORDS), 0)
         return self._bits_of(product(spread, numbers, 0), 0)
 
-    def _keep_of_rows(self, rows: int) -> Array:
+    def keep_of_rows(self, rows: int) -> Array:
+        """The same as (rows, keys)."""
         counters = self.width // WORDS
         parts = max(1, LANES // counters)
         if rows % (parts * LANES) != 0:

@@ -16,7 +16,7 @@ Scales by token come in pages of LANES keys, so that a DMA has those of a block 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, divided, rows_of_tile, widen
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, KvRefs, Options, Refs
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import base_2
 
 
@@ -49,71 +49,46 @@ class Ring:
         """Blocks that there is room for."""
         return int(self.refs.semaphores.shape[1])
 
+    # of a subclass: how many blocks a tile visits, and which one at a turn
+    turns: ClassVar[Callable[[Any, Array], Array]]
+    block: ClassVar[Callable[[Any, Array, Array], Array]]
+    # start the copies of a tile's block into a buffer, and wait for them
+    _start: ClassVar[Callable[[Any, Array, Array, Array], None]]
+    _wait: ClassVar[Callable[[Any, Array, Array, Array], None]]
+
     @property
     def next_nonempty(self) -> Any:
         """`(num_tiles + cores,)`: for each tile, that tile or else the core's next one that visits
         a block."""
-        raise NotImplementedError
+        return self.refs.tiles.next_nonempty
 
-    def turns(self, tile: Array) -> Array:
-        """How many blocks the tile visits."""
-        raise NotImplementedError
-
-    def block(self, tile: Array, turn: Array) -> Array:
-        """The block that the tile visits at this turn."""
-        raise NotImplementedError
-
-    def _start(self, tile: Array, block: Array, slot: Array) -> None:
-        raise NotImplementedError
-
-    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
-        raise NotImplementedError
-
-    def run_tile(
-        self,
-        saved: Any,
-        tile: Array,
-        is_first: Array,
-        use: Callable[[Array, Array, Array], None],
-    ) -> None:
-        """Call `use(block, slot, turn)` for each block of the tile. The core's first tile
-        (`is_first`) fills the ring; `saved`, in SMEM, keeps the cursor from tile to tile.
+    def run_tile(self, tile: Array, is_first: Array, use: Callable[[Array, Array], None]) -> None:
+        """Call `use(block, slot)` for each block of the tile. The core's first tile (`is_first`)
+        fills the ring; SMEM keeps the cursor from tile to tile.
         """
+        saved = self.refs.cursor
 
-        @pl.when(is_first)
-        def _() -> None:
-            for i, value in enumerate(self.fill(tile)):
+        def save(cursor: Cursor) -> None:
+            for i, value in enumerate(cursor):
                 saved[i] = value
 
+        @pl.when(is_first)
+        def _() -> None:  # copies into all buffers but one
+            cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
+            save(lax.fori_loop(0, self.num_buffers - 1, self._advance, cursor))
+
         def take(turn: Array, cursor: Cursor) -> Cursor:
-            block = self.block(tile, turn)
-            slot, cursor = self.load_next(cursor, tile, block)
-            use(block, slot, turn)
-            return cursor
+            block, slot = self.block(tile, turn), cursor.slot
+            free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+            cursor = self._advance(free, cursor)
+            self._wait(tile, block, slot)
+            use(block, slot)
+            return cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
 
         cursor = Cursor(*(saved[i] for i in range(len(Cursor._fields))))
-        for i, value in enumerate(lax.fori_loop(0, self.turns(tile), take, cursor)):
-            saved[i] = value
+        save(lax.fori_loop(0, self.turns(tile), take, cursor))
 
-    def fill(self, tile: Array) -> Cursor:
-        """Start copies into all buffers but one, from `tile` on, the core's first one."""
-        cursor = Cursor(self.next_nonempty[tile], jnp.int32(0), jnp.int32(0))
-
-        def start(slot: Array, cursor: Cursor) -> Cursor:
-            return self._advance(cursor, slot)
-
-        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
-
-    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
-        """Start one more copy, and wait for this block. Returns the block's buffer and the cursor
-        after it."""
-        slot = cursor.slot
-        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
-        cursor = self._advance(cursor, free)
-        self._wait(tile, block, slot)
-        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
-
-    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+    def _advance(self, slot: Array, cursor: Cursor) -> Cursor:
         """Start the copy of the cursor's block into buffer `slot`. Returns the cursor of the block
         after it."""
         tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
@@ -152,7 +127,7 @@ def readable(bias: Array, tile_q: int, block_k: int) -> Array:
 class TokenBias:
     """The bias of one tile's tokens on blocks of keys."""
 
-    refs: ForwardRefs
+    refs: Refs
     options: Options
     tile: Array
 
@@ -220,12 +195,6 @@ class KvLoader(Ring):
     sees a forgotten wait, which two copies on one semaphore would hide.
     """
 
-    refs: KvRefs
-
-    @property
-    def next_nonempty(self) -> Any:
-        return self.refs.tiles.next_nonempty
-
     @property
     def pages(self) -> int:
         """Pages of a block."""
@@ -239,10 +208,6 @@ class KvLoader(Ring):
     def block_k(self) -> int:
         """Keys of a block."""
         return self.pages * self.page_size
-
-    @property
-    def _has_scales(self) -> bool:
-        return isinstance(self.refs, ForwardRefs) and self.refs.token_scales is not None
 
     def turns(self, tile: Array) -> Array:
         """How many blocks the tile visits."""
@@ -284,15 +249,10 @@ class KvLoader(Ring):
             stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(rows, -1)
         return widen(stored, self.options.compute_dtype)
 
-    def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
-        """The bias (rows, width) of keys of the block in this buffer."""
-        head = head if self.refs.bias_buffers.shape[1] > 1 else 0
-        return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
-
     def scales_of(self, slot: Array, head: Any, place: Array, width: int) -> tuple[Array, Array]:
         """Scales by token of one KV head's keys and values, (1, width) each: piece `place` of the
         block in this buffer."""
-        refs: Any = self.refs
+        refs = self.refs
         count = width // LANES
 
         def of(kind: int) -> Array:
@@ -302,22 +262,21 @@ class KvLoader(Ring):
 
         return of(0), of(1)
 
-    def _scale_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        refs: Any = self.refs
-        count = self.block_k // LANES
-        pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
-        of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
-        return pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot])
-
-    def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
-        if isinstance(self.refs, ForwardRefs):
-            return TokenBias(self.refs, self.options, tile).copy(block, slot)
-        columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
-        return pltpu.make_async_copy(
-            self.refs.bias.at[tile, :, :, columns],
-            self.refs.bias_buffers.at[slot],
-            self.refs.semaphores.at[2, slot],
-        )
+    def _other_copies(self, tile: Array, block: Array, slot: Array) -> list[Any]:
+        """Of what comes with the keys of a block: biases, scales by token."""
+        refs, copies = self.refs, []
+        if refs.bias_rows is not None:
+            copies = [TokenBias(refs, self.options, tile).copy(block, slot)]
+        elif refs.bias is not None:
+            columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+            of_bias = refs.bias.at[tile, :, :, columns], refs.bias_buffers.at[slot]
+            copies = [pltpu.make_async_copy(*of_bias, refs.semaphores.at[2, slot])]
+        if refs.token_scales is not None:
+            count = self.block_k // LANES
+            pages = pl.ds(refs.scale_start[refs.tiles.sequence[tile]] + block * count, count)
+            of_scales = refs.token_scales.at[pages], refs.scale_buffers.at[slot]
+            copies.append(pltpu.make_async_copy(*of_scales, refs.semaphores.at[3, slot]))
+        return copies
 
     def _copies(self, page: Array, slot: Array, i: Any) -> list[Any]:
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
@@ -339,10 +298,8 @@ class KvLoader(Ring):
 
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
-        if self.refs.bias is not None:
-            self._bias_copy(tile, block, slot).start()
-        if self._has_scales:
-            self._scale_copy(tile, block, slot).start()
+        for copy in self._other_copies(tile, block, slot):
+            copy.start()
         entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
         together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
 
@@ -365,10 +322,8 @@ class KvLoader(Ring):
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
-        if self.refs.bias is not None:
-            self._bias_copy(tile, block, slot).wait()
-        if self._has_scales:
-            self._scale_copy(tile, block, slot).wait()
+        for copy in self._other_copies(tile, block, slot):
+            copy.wait()
         # the plain interpreter knows no size that is not a number
         if self.options.interpret is not True:
             # one wait for as many bytes as all the pages have

@@ -7,7 +7,6 @@ Pallas' interpreter never does; here a call is refused by name before
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, refuse
-from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.attention import attention_kernel
 from torch_paged_attn.backends.tpu.kernels.kv_pipeline import Cursor, rows_of_copy
 from torch_paged_attn.backends.tpu.kernels.layout_mask import union_of_heads
@@ -109,10 +108,11 @@ def launch(
     memory: Memory,
     options: Options,
 ) -> list[Array]:
-    """Run a kernel for each of `num_tiles` tiles. `op` is named where a call has too many numbers
-    for the scalar core, `name` is the kernel's in profiles.
+    """Run `kernel(refs, options, num_tiles)` for each of `num_tiles` tiles. `op` is named where a
+    call has too many numbers for the scalar core, `name` is the kernel's in profiles.
     """
     scalars, inputs, results, scratch = memory
+    scratch["cursor"] = pltpu.SMEM((len(Cursor._fields),), jnp.int32)
     require_room(op, scalars, inputs, scratch)
     num_cores = options.config.num_cores
     aliases = {
@@ -122,7 +122,7 @@ def launch(
     }
     names = (*scalars, *inputs, *results, *scratch)
     return pl.pallas_call(
-        functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
+        lambda *refs: kernel(Refs.named(names, refs), options, num_tiles),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -227,7 +227,6 @@ def attend_heads(
         "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
         "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if not pages.shared:
         scratch["v_buffers"] = pltpu.VMEM((*buffer, width_v), pages.k.dtype)
@@ -235,18 +234,15 @@ def attend_heads(
         of_block = config.num_buffers, options.block_k // LANES, *scales.shape[1:]
         scratch["scale_buffers"] = pltpu.VMEM(of_block, jnp.float32)
     if words is not None:
-        scratch |= {
-            "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
-            "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
-        }
+        scratch["visits"] = pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32)
+        scratch["num_visits"] = pltpu.SMEM((num_tiles,), jnp.int32)
     if (bias := operands.get("bias")) is not None:
-        of_bias, dtype = bias.shape[0], bias.dtype
-        copied = rows_of_copy(tile_q, dtype)
-        arranged = (of_bias, tile_q)
+        (of_bias, *_), copied = bias.shape, rows_of_copy(tile_q, bias.dtype)
+        arranged = of_bias, tile_q
         if tile_q == 1:
-            arranged = (1, 1 if of_bias == 1 else heads * whole_rows)
+            arranged = 1, 1 if of_bias == 1 else heads * whole_rows
         buffers = config.num_buffers, of_bias, copied, options.block_k
-        scratch["bias_buffers"] = pltpu.VMEM(buffers, dtype)
+        scratch["bias_buffers"] = pltpu.VMEM(buffers, bias.dtype)
         scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
     if "slope_table" in inputs:
         scratch["slopes"] = pltpu.VMEM((1, heads, whole_rows, 1), jnp.float32)

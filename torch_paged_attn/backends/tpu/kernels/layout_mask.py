@@ -7,7 +7,6 @@ computed on the device, and take a bit of memory for each block of the layout.
 
 import dataclasses
 import functools
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES
-from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import MOST_WORDS, Options, Refs
 from torch_paged_attn.backends.tpu.kernels.softmax import across
 from torch_paged_attn.backends.tpu.tiles import Tiles
 
@@ -33,49 +32,29 @@ class Layout(NamedTuple):
     k_block_size: int
     max_keys: int  # of a sequence
 
-    @property
-    def num_heads(self) -> int:
-        return self.crow.shape[-2]
-
-    def num_words(self, block_k: int) -> int:
-        """How many numbers `layout_words` and `union_of_heads` have."""
-        *layouts, bounds = self.crow.shape
-        of_heads = math.prod(layouts) * bounds * self.num_blocks(block_k)
-        return of_heads if self.num_heads == 1 else of_heads + of_heads // self.num_heads
-
-    def num_blocks(self, block_k: int) -> int:
-        """Blocks of `block_k` keys."""
-        return max(1, -(-self.max_keys // block_k))
-
 
 def num_rows(tile_q: int, q_block_size: int) -> int:
     """Rows of the layout that a tile of consecutive positions may touch."""
     return (tile_q + q_block_size - 2) // q_block_size + 1
 
 
-def _entries(crow: Array, col: Array, blocks_per_word: int) -> tuple[Array, Array, Array]:
-    """Of each entry of CSR, (layouts, nnz): its row, the word that it has a bit in, and the bit."""
-    rows, nnz = crow.shape[-1] - 1, col.shape[-1]
-    crow, col = crow.reshape(-1, rows + 1), col.reshape(-1, nnz)
-    entry = jnp.arange(nnz)
-    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)
-    is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
-    bit = (col % blocks_per_word).astype(jnp.uint32)
-    bits = jnp.where(is_entry, jnp.uint32(1) << bit, jnp.uint32(0))
-    return row, col // blocks_per_word, bits
-
-
 def layout_words(layout: Layout, block_k: int) -> Array:
     """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys; the
     last row is empty. It depends on no tile, so that XLA computes it once for all layers.
     """
-    row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
-    heads, bounds = layout.num_heads, layout.crow.shape[-1]
+    rows, nnz, heads = layout.crow.shape[-1] - 1, layout.col.shape[-1], layout.crow.shape[-2]
+    crow, col = layout.crow.reshape(-1, rows + 1), layout.col.reshape(-1, nnz)
+    # of each entry of CSR, (layouts, nnz): its row, the block that it has a bit in, and the bit
+    entry, blocks_per_word = jnp.arange(nnz), block_k // layout.k_block_size
+    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)
+    is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
+    bit = (col % blocks_per_word).astype(jnp.uint32)
+    bits = jnp.where(is_entry, jnp.uint32(1) << bit, jnp.uint32(0))
     which = jnp.arange(row.shape[0])[:, None]
-    shape = row.shape[0] // heads, bounds, layout.num_blocks(block_k), heads
-    words = jnp.zeros(shape, jnp.uint32)
+    num_blocks = max(1, -(-layout.max_keys // block_k))
+    words = jnp.zeros((row.shape[0] // heads, rows + 1, num_blocks, heads), jnp.uint32)
     # columns of a row are unique: a sum of their bits is their union
-    place = which // heads, row, block, which % heads
+    place = which // heads, row, col // blocks_per_word, which % heads
     words = words.at[place].add(bits, mode="drop")
     return lax.bitcast_convert_type(words, jnp.int32)
 
@@ -109,7 +88,7 @@ def union_of_heads(words: Array) -> Array:
     return lax.reduce(words, jnp.int32(0), lax.bitwise_or, (3,))
 
 
-def _place_of(refs: ForwardRefs, options: Options, tile: Array, block: Array, i: int) -> Array:
+def _place_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
     """The place in `union_of_heads` of the word of a block and of the i-th row of the layout that
     the tile may touch.
     """
@@ -126,7 +105,7 @@ def _place_of(refs: ForwardRefs, options: Options, tile: Array, block: Array, i:
     return row * num_blocks + block
 
 
-def list_blocks(refs: ForwardRefs, options: Options, tile: Array) -> Array:
+def list_blocks(refs: Refs, options: Options, tile: Array) -> Array:
     """Write `refs.visits` of the tile, the blocks of keys that some head of it sees; how many."""
     tiles, num_blocks = refs.tiles, options.layout_shape[1]
     words_of = refs.layout_words if refs.layout_union is None else refs.layout_union
@@ -164,7 +143,7 @@ class LayoutMask:
 
     @classmethod
     def of_block(
-        cls, refs: ForwardRefs, options: Options, tile: Array, block: Array, heads: list[Any]
+        cls, refs: Refs, options: Options, tile: Array, block: Array, heads: list[Any]
     ) -> "LayoutMask":
         """Of a block of keys."""
         touched = range(num_rows(options.tile_q, options.block_sizes[0]))

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.dtypes import LANES, SUBLANES, halves_of_words, numbers_of_word
-from torch_paged_attn.backends.tpu.kernels.arguments import ForwardRefs, Options
+from torch_paged_attn.backends.tpu.kernels.arguments import Options, Refs
 from torch_paged_attn.backends.tpu.kernels.layout_mask import list_blocks
+from torch_paged_attn.backends.tpu.tiles import bounds_of
 
 
 def _lanes(parts: int) -> list[tuple[int, Any]]:
@@ -32,10 +33,9 @@ def _filled(x: Array) -> Array:
     return jnp.concatenate([x, jnp.zeros((x.shape[0], left), x.dtype)], axis=1)
 
 
-def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
+def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
     """Write `refs.tiles`, and how many there are, of the sequences that the launch is for."""
-    tiles, window, tile_q = refs.tiles, options.window, options.tile_q
-    num_cores = options.config.num_cores
+    tiles, tile_q, num_cores = refs.tiles, options.tile_q, options.config.num_cores
 
     def cut(b: Array, count: Array) -> Array:
         length = refs.cu_seqlens[b + 1] - refs.cu_seqlens[b]
@@ -45,18 +45,9 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
 
         def write(rank: Array, count: Array) -> Array:
             first = rank * tile_q
-            position = past + first
-            last = past + jnp.minimum(first + tile_q, length) - 1
-            start, stop = window.start(position), window.stop(last, key_len)
-            is_busy = start < stop
-            tiles.sequence[count] = b
-            tiles.first_query[count] = first
-            tiles.num_tokens[count] = jnp.minimum(tile_q, length - first)
-            tiles.position[count] = position
-            tiles.start[count] = jnp.where(is_busy, start, 0)
-            tiles.full_start[count] = window.start(last)
-            tiles.full_stop[count] = window.stop(position, key_len)
-            tiles.stop[count] = jnp.where(is_busy, stop, 0)
+            own = bounds_of(options.window, first, tile_q, length, key_len)
+            for name, x in (own | {"sequence": b, "first_query": first}).items():
+                getattr(tiles, name)[count] = x
             if refs.layout_words is not None:
                 list_blocks(refs, options, count)
             return count + 1
@@ -102,7 +93,7 @@ def plan_tiles(refs: ForwardRefs, options: Options, num_tiles: int) -> None:
 class TokenRows:
     """The tokens of one launch's tiles on their way between HBM and the rows of KV heads."""
 
-    refs: ForwardRefs
+    refs: Refs
     options: Options
     tile: Array
 
@@ -115,26 +106,19 @@ class TokenRows:
         """Copies between tokens here from `first` on and `count` tokens from `at` on in HBM: of
         queries, or of results.
         """
-        refs = self.refs
+        refs, is_query = self.refs, kind == "queries"
         here, there = pl.ds(first, count), pl.ds(at, count)
-        if kind == "queries":
-            done = refs.token_semaphores.at[0]
-            parts = self._parts(refs.q_tokens, here, refs.q_hbm, there)
+        tokens, hbm = (refs.q_tokens, refs.q_hbm) if is_query else (refs.out_tokens, refs.out_hbm)
+        parts = [(tokens.at[here], hbm.at[there])]
+        if self.options.tile_q > 1:  # 128 numbers of each head at a time
+            lanes = _lanes(tokens.shape[0])
+            parts = [(tokens.at[i, here], hbm.at[there, :, lane]) for i, lane in lanes]
+        done, out_done, lse_done = (refs.token_semaphores.at[i] for i in range(3))
+        if is_query:
             return [pltpu.make_async_copy(hbm, x, done) for x, hbm in parts]
-        done, lse_done = (refs.token_semaphores.at[i] for i in (1, 2))
-        parts = self._parts(refs.out_tokens, here, refs.out_hbm, there)
-        return [
-            *(pltpu.make_async_copy(x, hbm, done) for x, hbm in parts),
-            pltpu.make_async_copy(refs.lse_tokens.at[here], refs.lse_hbm.at[there], lse_done),
-        ]
-
-    def _parts(self, tokens: Any, here: Any, hbm: Any, there: Any) -> list[tuple[Any, Any]]:
-        """Some tokens here and in HBM: of longer tiles, 128 numbers of each head at a time."""
-        if self.options.tile_q == 1:
-            return [(tokens.at[here], hbm.at[there])]
-        return [
-            (tokens.at[i, here], hbm.at[there, :, lanes]) for i, lanes in _lanes(tokens.shape[0])
-        ]
+        copies = [pltpu.make_async_copy(x, hbm, out_done) for x, hbm in parts]
+        lse = refs.lse_tokens.at[here], refs.lse_hbm.at[there]
+        return [*copies, pltpu.make_async_copy(*lse, lse_done)]
 
     def _move(self, kind: str, do: str) -> None:
         """Start this tile's copies, or wait for them."""
@@ -289,7 +273,7 @@ class TokenRows:
         self._move("results", "wait")
 
 
-def clear_padding(refs: ForwardRefs, options: Options, absent: float) -> None:
+def clear_padding(refs: Refs, options: Options, absent: float) -> None:
     """Tokens behind the last sequence: zeros, and `absent` for lse."""
     total_q, size = refs.out_hbm.shape[0], options.tile_q
     first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]

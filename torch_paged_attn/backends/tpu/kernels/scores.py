@@ -125,7 +125,7 @@ class Scores:
         """-1 for the probabilities that dropout keeps, else 0 (`dropout.kept`)."""
         width, rows = self.key.shape[self.key_axis], self.key.shape[1 - self.key_axis]
         draws = Dropout(self.refs, self.options, self.tile, head, self.first_key, width)
-        return draws.keep(rows, self.key_axis)
+        return draws.keep_of_rows(rows) if self.key_axis else draws.keep_of_columns(rows)
 
 
 def _as_column(row: Array) -> Array:

@@ -17,21 +17,10 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.tpu import BACKEND
+from torch_paged_attn.backends.tpu import BACKEND, cache_write, functions
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
-from torch_paged_attn.backends.tpu.cache_write import (
-    reshape_and_cache as reshape_and_cache_jax,
-)
-from torch_paged_attn.backends.tpu.cache_write import (
-    reshape_and_cache_split as reshape_and_cache_split_jax,
-)
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
-from torch_paged_attn.backends.tpu.functions import merge_states as merge_states_jax
-from torch_paged_attn.backends.tpu.functions import (
-    merge_states_backward as merge_states_backward_jax,
-)
-from torch_paged_attn.backends.tpu.functions import merge_states_list as merge_states_list_jax
 from torch_paged_attn.backends.tpu.tile_sizes import Config
 from torch_paged_attn.backends.tpu.torch_side.front_ends import DONATING, Run, current
 from torch_paged_attn.backends.tpu.torch_side.tensors import (
@@ -86,22 +75,28 @@ def _run(
 
 
 def _write(
-    run: Run | None, function: Any, arguments: list[Any], caches: tuple[Tensor, ...]
+    run: Run | None,
+    function: Any,
+    new: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, ...],
+    slot_mapping: Tensor,
+    *scales: Tensor | None,
 ) -> None:
-    """Compute new caches, results of `function`, and put them in the place of those that stand
-    third and so on among its arguments.
-    """
+    """Compute new caches by `function`, and put them in the place of the old ones."""
     run = run or current()
+    key, value, slots = pad_tokens(*new, slot_mapping.clamp(-1, INT32_MAX).to(torch.int32))
+    caches = tuple(map(memory_of, caches))
     is_given = environment.TPU_DONATE and run in DONATING and not torch.compiler.is_compiling()
     is_given = is_given and all(map(is_alone, caches))
     donated = tuple(range(2, 2 + len(caches))) if is_given else ()
     interpret = environment.TPU_INTERPRET
-    results = _run(run, function, arguments, len(caches), donated=donated, interpret=interpret)
-    for cache, new in zip(caches, results if len(caches) > 1 else [results], strict=True):
+    tensors = [key, value, *caches, slots, *scales]
+    results = _run(run, function, tensors, len(caches), donated=donated, interpret=interpret)
+    for cache, new_cache in zip(caches, results if len(caches) > 1 else [results], strict=True):
         if is_given:
-            cache.set_(new)  # its own memory was given away
+            cache.set_(new_cache)  # its own memory was given away
         else:
-            cache.copy_(new)
+            cache.copy_(new_cache)
 
 
 def _attend(
@@ -194,10 +189,6 @@ def flash_varlen_backward(*args: Any, run: Run | None = None, **options: Any) ->
     )
 
 
-def _slots(slot_mapping: Tensor) -> Tensor:
-    return slot_mapping.clamp(-1, INT32_MAX).to(torch.int32)
-
-
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,
@@ -209,10 +200,8 @@ def reshape_and_cache(
     run: Run | None = None,
 ) -> None:
     """As in the op; a new cache is computed and takes the old one's place."""
-    key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
-    kv_cache = memory_of(kv_cache)
-    tensors = [key, value, kv_cache, slots, k_scale, v_scale]
-    _write(run, reshape_and_cache_jax, tensors, (kv_cache,))
+    function, new = cache_write.reshape_and_cache, (key, value)
+    _write(run, function, new, (kv_cache,), slot_mapping, k_scale, v_scale)
 
 
 def reshape_and_cache_split(
@@ -227,24 +216,20 @@ def reshape_and_cache_split(
     run: Run | None = None,
 ) -> None:
     """As in the op; new caches are computed and take the old ones' place."""
-    key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
-    k_cache, v_cache = memory_of(k_cache), memory_of(v_cache)
-    tensors = [key, value, k_cache, v_cache, slots, k_scale, v_scale]
-    _write(run, reshape_and_cache_split_jax, tensors, (k_cache, v_cache))
+    function, new = cache_write.reshape_and_cache_split, (key, value)
+    _write(run, function, new, (k_cache, v_cache), slot_mapping, k_scale, v_scale)
 
 
 def merge_states_backward(
     dout: Tensor, dlse: Tensor | None, *states: Tensor, run: Run | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in the op."""
-    return _run(run, merge_states_backward_jax, [dout, dlse, *states], 4)
+    return _run(run, functions.merge_states_backward, [dout, dlse, *states], 4)
 
 
-def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, run: Run | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_states(*states: Tensor, run: Run | None = None) -> tuple[Tensor, Tensor]:
     """As in the op."""
-    return _run(run, merge_states_jax, [out_a, lse_a, out_b, lse_b], 2)
+    return _run(run, functions.merge_states, list(states), 2)
 
 
 def merge_states_list(
@@ -256,28 +241,25 @@ def merge_states_list(
 ) -> tuple[Tensor, Tensor]:
     """As in the op."""
     dtype = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
-    return _run(run, merge_states_list_jax, [list(outs), list(lses)], 2, out_dtype=dtype)
+    return _run(run, functions.merge_states_list, [list(outs), list(lses)], 2, out_dtype=dtype)
+
+
+OPS = (
+    *("flash_varlen", "blocksparse", "selected_attention", "flash_varlen_backward"),
+    *("reshape_and_cache", "reshape_and_cache.split"),
+    *("merge_states", "merge_states.list", "merge_states_backward"),
+)
 
 
 def register_torchax() -> None:
     """Let torchax answer `torch.ops.paged_attn.*`, in its environments from now on."""
     from torchax.ops import ops_registry
 
-    packets = torch.ops.paged_attn
-    ops: dict[Any, Callable[..., Any]] = {
-        packets.flash_varlen.default: flash_varlen,
-        packets.blocksparse.default: blocksparse,
-        packets.selected_attention.default: selected_attention,
-        packets.reshape_and_cache.default: reshape_and_cache,
-        packets.reshape_and_cache.split: reshape_and_cache_split,
-        packets.merge_states.default: merge_states,
-        packets.merge_states.list: merge_states_list,
-        packets.flash_varlen_backward.default: flash_varlen_backward,
-        packets.merge_states_backward.default: merge_states_backward,
-    }
-    for op, function in ops.items():
-        implementation = functools.partial(function, run=_run_torchax)
-        ops_registry.register_torch_dispatch_op(op, implementation, is_jax_function=False)
+    for name in OPS:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
+        function = functools.partial(BACKEND.function(name), run=_run_torchax)
+        ops_registry.register_torch_dispatch_op(op, function, is_jax_function=False)
 
 
 def _run_torchax(function: Callable[..., Any], tensors: list[Tensor], _outputs: int) -> Any:
