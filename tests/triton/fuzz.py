@@ -17,14 +17,16 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
-from torch_paged_attn.ops.lacking import OPTIONAL
+from torch_paged_attn.backends.triton import BACKEND
+from torch_paged_attn.ops.lacking import in_all
 from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from dispatched import dispatched
 
-ANY = problems(st.one_of(st.none(), layouts), optional=OPTIONAL)
+OPS = "flash_varlen", "blocksparse"
+ANY = problems(st.one_of(st.none(), layouts), optional=in_all(BACKEND.lacks, OPS))
 HUNG_AFTER = 90  # seconds for one plan
 LOST = 3  # how a worker ends that has told of a lost context
 
@@ -32,7 +34,6 @@ LOST = 3  # how a worker ends that has told of a lost context
 def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.attention_call import AttentionCall
-    from torch_paged_attn.backends.triton import BACKEND
     from torch_paged_attn.backends.triton.flash_varlen import unsupported_on_hopper
     from torch_paged_attn.backends.triton.hopper.forward import plan as flash_varlen_sm90
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import triton.language as tl
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout
 from torch_paged_attn.testing import Layout, Problem, assert_accurate_gradients, build
@@ -70,7 +69,7 @@ def test_transposed_lists(most_in_grid, device, monkeypatch):
     from torch_paged_attn.backends.triton.common import transposed_lists
     from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
 
-    monkeypatch.setattr(transposed_lists, "MOST_IN_GRID", tl.constexpr(most_in_grid))
+    monkeypatch.setattr(transposed_lists, "MOST_IN_GRID", most_in_grid)
     problem = Problem("lists", ((150, 0), (40, 210)), layout=Layout(16, 32, "kv", True, 0.4))
     call = backward_call(problem, device)
     crow, col = call.forward.layout.crow_indices, call.forward.layout.col_indices

@@ -79,6 +79,17 @@ def _is_given(name: str, value: Any) -> bool:
     return _DEFAULTS[name] is None or value != _DEFAULTS[name]
 
 
+def in_all(lacked: Sequence[str], ops: Sequence[str]) -> frozenset[str]:
+    """Those of `OPTIONAL` that a backend supports in calls of each of the ops.
+
+    lacked: what it does not support, as `lacking` takes it
+    """
+    entries = (entry.partition(" of ") for entry in lacked)
+    return frozenset(OPTIONAL) - {
+        name for name, _, op in entries if any(x.startswith(op) for x in ops)
+    }
+
+
 def refuse_lacking(call: Any, backend: str, names: Sequence[str]) -> None:
     """Raise NotImplementedError if a call gives one of the arguments `names`, which the backend
     does not support.

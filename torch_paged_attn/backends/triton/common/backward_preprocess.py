@@ -37,7 +37,6 @@ from torch_paged_attn.backends.triton.common.transposed_lists import (
     ListPointers,
     ListSizes,
     TransposedLists,
-    rows_of_grid,
     transpose_column,
 )
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
@@ -173,6 +172,7 @@ def _statistics_kernel(
     columns,
     layout_heads,
     lists,
+    grid_rows,
     HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -200,16 +200,15 @@ def _statistics_kernel(
     elif layout is not None:
         sizes = ListSizes(
             crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, layout_heads,
-            lists,
+            lists, grid_rows,
         )  # fmt: skip
-        rows = rows_of_grid(lists)
-        if head < rows:
+        if head < grid_rows:
             programs = tl.num_programs(0)
-            for i in tl.range(head * programs + number, lists, rows * programs):
+            for i in tl.range(head * programs + number, lists, grid_rows * programs):
                 transpose_column(i, layout, layout_strides, sizes)
         else:
             _statistics_of_tile(
-                number, head - rows, pointers, strides, dlse_head, lse_head, total_q, batch,
+                number, head - grid_rows, pointers, strides, dlse_head, lse_head, total_q, batch,
                 HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
             )  # fmt: skip
     else:
@@ -253,7 +252,7 @@ def plan_statistics(
     launch = Launch(
         _statistics_kernel,
         (tiles, forward.num_heads + more),
-        **(ListSizes() if lists is None else lists.sizes)._asdict(),
+        **(ListSizes() if lists is None else lists.sizes._replace(grid_rows=more))._asdict(),
         layout_strides=None if lists is None else lists.strides,
         strides=StatisticsStrides(
             dout_token=dout.stride(0),

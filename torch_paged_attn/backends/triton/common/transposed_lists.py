@@ -25,7 +25,7 @@ LOOKED_AT = tl.constexpr(1024)
 COMPARED = tl.constexpr(128)
 
 # the most rows of a grid whose programs make lists
-MOST_IN_GRID = tl.constexpr(4096)
+MOST_IN_GRID = 4096
 
 
 class ListPointers(NamedTuple):
@@ -67,6 +67,7 @@ class ListSizes(NamedTuple):
     columns: int | None = None
     layout_heads: int | None = None
     lists: int | None = None  # of all heads and batch entries
+    grid_rows: int | None = None  # rows of the grid whose programs make them
 
 
 class ListStrides(NamedTuple):
@@ -117,12 +118,6 @@ def transpose_column(number, pointers, strides, sizes):
         tl.store(list_ptr + i, row, mask=i < count)
 
 
-@triton.jit
-def rows_of_grid(lists):
-    """Rows of the grid whose programs make the lists, a program those that are as many apart."""
-    return tl.minimum(tl.cdiv(lists, tl.num_programs(0)), MOST_IN_GRID)
-
-
 class TransposedLists:
     """The lists of layouts like this one, for keys at positions below `position_bound`."""
 
@@ -149,8 +144,8 @@ class TransposedLists:
         )
 
     def rows_of_grid(self, programs: int) -> int:
-        """Rows of so many programs that make the lists."""
-        return min(cdiv(self.sizes.lists or 0, programs), MOST_IN_GRID.value)
+        """Rows of so many programs that make the lists, each those that are as many apart."""
+        return min(cdiv(self.sizes.lists or 0, programs), MOST_IN_GRID)
 
     def new(self, crow: Tensor, col: Tensor) -> ListPointers:
         """The layout, and int32 memory for its lists: `rows` `(batch * heads, nnz)`, and for each
