@@ -226,5 +226,5 @@ def test_a_chunk_beside_decodes_with_scales_by_token(kv_dtype):
     for context, kernel in ((9000, "hopper and portable"), (100, "hopper")):
         seqs = ((1, context),) * 31 + ((512, context),)
         with assume(HOPPER):
-            call = chunks(seqs, kv_dtype=kv_dtype, descale="tokens")
+            call = chunks(seqs, reach=context + 512, kv_dtype=kv_dtype, descale="tokens")
             assert flash_varlen.choose(call).kernel == kernel, context

@@ -177,9 +177,9 @@ def plan_attention(call: AttentionCall) -> Plan:
             unpack.start(Unpacked(*[None if x is None else x.data_ptr() for x in unpacked]))
         else:
             unpack(unpacked)
-        starts = (start_copied, of_copies(made)), (start_few, of_cache(made[6]))
+        starts = [(start_copied, of_copies(made)), (start_few, of_cache(made[6]))]
         if start_over is not None:
-            starts = (start_over, of_cache(made[7])), *starts
+            starts.insert(0, (start_over, of_cache(made[7])))
         for start, changed in starts:
             order = of_launches[0] if start is start_copied else of_launches[1]
             ordered = tuple([(given | changed)[name] for name in order])
