@@ -181,7 +181,7 @@ class CallList(list[Callable[[], Any]]):
             self.add_line([call])
 
     def of_lines(self) -> Iterator[int]:
-        """Some calls of each line, where nobody looks which kernels they take."""
+        """Some calls of each line, for a warm-up that does not look which kernels they take."""
         for line in self.lines:
             yield from sorted({line[(len(line) - 1) * i // 4] for i in range(5)})
 

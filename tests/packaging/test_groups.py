@@ -18,7 +18,6 @@ MOST = 10
 FLAT = {
     "_graph_attention_fwd_kernel": "a node of a graph takes no tuples",
     "_merge_kernel": "a node of a graph takes no tuples",
-    "_statistics_of_tile": "the body of a loop over heads, and of a program of one",
     "_fold_block": "a consumer's running sums, which it returns",
     "sum_values": "a tile's operands, and which of its tiles of keys a consumer takes",
     "_hopper_backward_keys_kernel": "eight boxes, each with a description of its own",

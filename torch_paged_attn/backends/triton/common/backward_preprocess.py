@@ -77,6 +77,16 @@ class StatisticsStrides(NamedTuple):
     lse_token: int
 
 
+class StatisticsOptions(NamedTuple):
+    """What the kernel is compiled for."""
+
+    HEAD_DIM_V: int
+    WIDTH: int  # columns that are read at a time
+    FORMAT: str  # of dout and out
+    IS_NATURAL: bool  # lse is in base e
+    ROWS: int = STATISTICS_ROWS
+
+
 @triton.jit
 def statistics_of(statistics_ptr, head, first_tile, sizes):
     """A pointer to a sequence's statistics of a head, whose first tile is `first_tile`."""
@@ -103,10 +113,12 @@ def load_statistics_of_tile(
 
 @triton.jit
 def _statistics_of_tile(
-    number, head, pointers, strides, dlse_head, lse_head, total_q, batch,
-    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, IS_NATURAL: tl.constexpr,
-    ROWS: tl.constexpr,
+    number, head, pointers, strides, dlse_head, lse_head, total_q, batch, OPTIONS: tl.constexpr
 ):  # fmt: skip
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    FORMAT: tl.constexpr = OPTIONS.FORMAT
     head = head.to(tl.int64)
     b, place = find_tile(number, pointers.cu_seqlens_q, batch, ROWS, 1)
     start, stop = query_span(b, pointers.cu_seqlens_q, batch, total_q)
@@ -139,7 +151,7 @@ def _statistics_of_tile(
         share = tl.exp2((tl.load(pointers.sinks + head) - lse) * LOG2E)
         part = tl.sum(tl.where(has_seen, share * delta, 0.0), 0)
         tl.store(pointers.sink_parts + head * tl.num_programs(0) + number, part)
-    lse = tl.where(has_seen, lse if IS_NATURAL else lse * LOG2E, float("inf"))
+    lse = tl.where(has_seen, lse if OPTIONS.IS_NATURAL else lse * LOG2E, float("inf"))
     tile = pointers.statistics + (head * tl.num_programs(0) + number) * (2 * ROWS)
     tl.store(tile + r, lse)
     tl.store(tile + ROWS + r, delta)
@@ -173,11 +185,7 @@ def _statistics_kernel(
     layout_heads,
     lists,
     grid_rows,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-    IS_NATURAL: tl.constexpr,
-    ROWS: tl.constexpr,
+    OPTIONS: tl.constexpr,
     KEY_TILES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -195,7 +203,7 @@ def _statistics_kernel(
         else:
             _statistics_of_tile(
                 number, head - 1, pointers, strides, dlse_head, lse_head, total_q, batch,
-                HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+                OPTIONS,
             )  # fmt: skip
     elif layout is not None:
         sizes = ListSizes(
@@ -209,12 +217,12 @@ def _statistics_kernel(
         else:
             _statistics_of_tile(
                 number, head - grid_rows, pointers, strides, dlse_head, lse_head, total_q, batch,
-                HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+                OPTIONS,
             )  # fmt: skip
     else:
         _statistics_of_tile(
             number, head, pointers, strides, dlse_head, lse_head, total_q, batch,
-            HEAD_DIM_V, WIDTH, FORMAT, IS_NATURAL, ROWS,
+                OPTIONS,
         )  # fmt: skip
 
 
@@ -268,11 +276,12 @@ def plan_statistics(
         total_k=total_k,
         batch=forward.batch,
         parts=parts,
-        HEAD_DIM_V=forward.head_dim_v,
-        WIDTH=min(MOST_COLUMNS, next_power_of_2(forward.head_dim_v)),
-        FORMAT=stored_format(dout.dtype, target),
-        IS_NATURAL=natural,
-        ROWS=STATISTICS_ROWS,
+        OPTIONS=StatisticsOptions(
+            HEAD_DIM_V=forward.head_dim_v,
+            WIDTH=min(MOST_COLUMNS, next_power_of_2(forward.head_dim_v)),
+            FORMAT=stored_format(dout.dtype, target),
+            IS_NATURAL=natural,
+        ),
         KEY_TILES=key_tiles,
         **dependent_launch(target.overlaps_launches),
     )

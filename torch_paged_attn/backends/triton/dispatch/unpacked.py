@@ -108,7 +108,7 @@ def _strides(call: AttentionCall, x: Tensor, scale: Tensor | None) -> UnpackStri
 
 def _plan_unpacking(call: AttentionCall, capacity: int) -> Launch:
     target, bound = target_of(call.q.device), support.key_bound(call)
-    assert call.block_table is not None  # `unprofitable` refuses packed keys
+    assert call.block_table is not None  # `unsupported` refuses packed keys
     blocks = min(capacity, call.batch * (bound + BLOCK)) // BLOCK
     most = max(RESIDENT * target.multiprocessors // call.num_kv_heads, 1)
     return Launch(
