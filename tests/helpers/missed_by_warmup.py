@@ -2,13 +2,15 @@
 needed; for a process in which Triton does not interpret."""
 
 import contextlib
+import os
 from unittest import mock
 
 import torch
 from cross_compile import elsewhere
 
 HEADS, PAGE_SIZE = (8, 2), 16
-MOST_SEQUENCES, MOST_TOKENS = 64, 2048
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+MOST_SEQUENCES, MOST_TOKENS = (64, 2048) if IS_THOROUGH else (12, 700)
 
 # queries and keys of the sequences of a step, and columns of its block table; 0: as few as can be
 Step = tuple[list[int], list[int], int]
