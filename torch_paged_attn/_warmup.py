@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn._serving import ALL_UP_TO, key_hints
+from torch_paged_attn._serving import key_hints
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 from torch_paged_attn.ops.backend import serving_device
@@ -270,8 +270,8 @@ def _make_calls(
             if page_size is None:
                 calls.add_each([functools.partial(call, 0)])
                 continue
-            # of few tiles kernels change often
-            add = calls.add_each if longest == 1 or total <= ALL_UP_TO else calls.add_line
+            # of decodes kernels change often
+            add = calls.add_each if longest == 1 else calls.add_line
             for line in _lines_of_keys(longest):
                 add(functools.partial(call, keys, **hints) for keys, hints in line)
     calls.add_each([merge])
