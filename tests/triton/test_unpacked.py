@@ -69,7 +69,6 @@ INT8 = dict(kv_dtype=i8, descale="tokens", page_size=16)
     [
         (INT8, 9999, 256),
         (INT8, 128, 4),
-        (INT8, 192, 256),
         (dict(kv_dtype=i4, descale="tokens", page_size=16, sinks=True), 192, 4),
         (dict(kv_dtype=e4m3, descale="tokens", page_size=48, padding_rows=3), 9999, 4),
         (dict(kv_dtype=i8, descale="batch", page_size=16, cache_layout="nhd"), 128, 256),
