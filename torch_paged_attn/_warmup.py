@@ -99,7 +99,8 @@ def warmup(
             first columns of keys.
         select_size: keys of a unit of these lists.
         num_processes: that compile, each a share of the kernels; one for each core of the host, up
-            to MOST_PROCESSES, when omitted. With 1 none is started, and fewer calls are tried.
+            to MOST_PROCESSES, when omitted. With 1, no process is started, and fewer sizes are
+            tried.
         options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
             Tensors among them must not depend on the batch.
 

@@ -170,13 +170,13 @@ def reasons(call: AttentionCall, sizes: Sizes, reason: str | None) -> dict[str, 
     on_hopper = kind_of(call, _tiles_on_hopper)
     found: dict[str, str | None] = {}
     for name in ways.ways().get(kind_of_ways(call, sizes), {}):
-        if name == ways.UNPACKED:
-            found[name] = reason or unpacked.unsupported(call)
-        elif ways.is_portable(name):
+        if ways.is_portable(name):
             found[name] = of_portable
-        else:
-            tile = on_hopper[name]
-            found[name] = reason or (tile if isinstance(tile, str) else None)
+            continue
+        tile = on_hopper[name]
+        found[name] = reason or (tile if isinstance(tile, str) else None)
+        if name == ways.UNPACKED:
+            found[name] = found[name] or unpacked.unsupported(call)
     return found
 
 
@@ -194,6 +194,8 @@ def _tiles_on_hopper(call: AttentionCall) -> dict[str, ways.Tile | str]:
         groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
         tokens, rows = groups * (BLOCK_M // heads), groups * BLOCK_M
         found[name] = ways.Tile(tokens, rows, call.num_heads // heads, config.BLOCK_N)
+    # over 16-bit keys, tiles are as large
+    found[ways.UNPACKED] = found[f"listed {unpacked.OVER_COPIES.tiles}"]
     return found
 
 
@@ -208,9 +210,7 @@ def _portable_tiles(call: AttentionCall, sizes: Sizes) -> ways.Tile:
 
 def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> ways.Shape:
     """What an estimate goes by, for the ways that `why` has no reason against."""
-    on_hopper, tiles = dict(kind_of(call, _tiles_on_hopper)), []
-    # over 16-bit keys, tiles are as large
-    on_hopper[ways.UNPACKED] = on_hopper.get(f"listed {unpacked.OVER_COPIES.tiles}", "")
+    on_hopper, tiles = kind_of(call, _tiles_on_hopper), []
     for name in (x for x in why if why[x] is None):
         if sizes.is_few:
             tile = None
