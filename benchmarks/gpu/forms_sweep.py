@@ -112,7 +112,7 @@ def plans_of(step: Step) -> Plans:
         return _of_encoders(width, Form(longest=longest))
     if step.kind in ("decode", "speculation"):
         return _of_few_queries(step, width, group)
-    names = [f"{x} {tiles}" for x in ("numbered", "listed", "cut") for tiles in TILES]
+    names = [f"{x} {tiles}" for x in kernels.SCHEDULES for tiles in TILES]
     found: Plans = {x: on_hopper(kernels.named(x).form) for x in names}
     return found | {"portable whole": by_whole_tiles, UNPACKED: unpacked.plan_attention}
 

@@ -101,7 +101,7 @@ def test_every_way_has_tiles_that_fit(head_dim, page_size, kv_dtype):
                 options = tiles.options_of(call, config, heads, form)
                 assert fit_stages(options, 2, call.k.itemsize).KV_STAGES >= 1
                 assert options.IS_NUMBERED is name.startswith("numbered")
-                assert (options.MOST_PARTS > 0) is name.startswith("cut")
+                assert (options.MOST_PARTS > 0) is name.startswith(("cut", "dealt"))
 
 
 @pytest.mark.parametrize(

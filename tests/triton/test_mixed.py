@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from hopper_calls import HAS_HOPPER, hopper_call
+from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
+from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
 from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
+from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
 bf16, f16 = torch.bfloat16, torch.float16
@@ -47,27 +49,35 @@ def tensors_of(call):
     return tuple(call.given_tensors().values())
 
 
-def plan_cut(call):
-    """Tiles from a list, whose keys are cut into pieces."""
-    return hopper.plan_attention(call, form=choices.Form(is_cut=True, tiles="low"))
+# ways of batches of which each shows something that the others do not: cut tiles of a list, tiles
+# without a list, and keys that are dealt out, which tiles of many queries share
+KINDS = "cut low", "numbered low"
+# the same of large tiles, of some problems
+LARGE = {
+    "numbered divided": ("g7", "page1", "few_g1"),
+    "numbered three": ("page1", "page2_window", "few_g1"),
+    "dealt tall": ("g4", "g7", "d256", "page1", "few", "few_g1", "few_page1", "few_g5", "few_d256"),
+    "dealt three": ("page1", "page2_window", "few_g1", "few_page1"),
+}
 
 
-def plan_numbered(call):
-    """Tiles without a list."""
-    return hopper.plan_attention(call, form=choices.Form(is_numbered=True, tiles="low"))
+def kinds() -> list[tuple[str, Problem]]:
+    found = [(kind, problem) for problem in PROBLEMS for kind in KINDS]
+    of_name = {problem.name.partition("/")[0]: problem for problem in PROBLEMS}
+    return found + [(kind, of_name[name]) for kind, names in LARGE.items() for name in names]
 
 
-PLANS = {"cut": plan_cut, "numbered": plan_numbered}
+def plan_of(kind, call):
+    return hopper.plan_attention(call, form=kernels.named(kind).form)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("kind, problem", kinds(), ids=lambda x: getattr(x, "name", x))
 def test_agrees_with_the_reference(problem, kind):
     call = hopper_call(problem, "cuda")
     assert support.unsupported(call) is None
     truth = build(problem).truth()
-    plan = PLANS[kind](call)
+    plan = plan_of(kind, call)
     first = plan(tensors_of(call), None)
     assert_accurate(*first, truth)
     tensors = tensors_of(call)
@@ -75,6 +85,13 @@ def test_agrees_with_the_reference(problem, kind):
     for _ in range(3):
         again = plan(tensors, addresses)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("kind, problem", kinds(), ids=lambda x: getattr(x, "name", x))
+def test_these_ways_have_tiles(problem, kind):
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert choices.unsupported_tiles(call, kernels.named(kind).form) is None
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
@@ -96,14 +113,14 @@ def test_pieces_of_one_sequence(problem):
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", [*KINDS, "dealt tall"])
 def test_lengths_change_between_replays(kind):
     """A captured step does whatever the lengths are when it is replayed."""
     problem = Problem(
         "graph", ((1, 700), (90, 400), (1, 20), (8, 600)), 8, 2, 128, dtype=bf16, page_size=16
     )
     call = hopper_call(problem, "cuda")
-    plan, tensors = PLANS[kind](call), tensors_of(call)
+    plan, tensors = plan_of(kind, call), tensors_of(call)
     plan(tensors, None)
     addresses = [x.data_ptr() for x in tensors]
     plan(tensors, addresses)

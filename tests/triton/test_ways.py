@@ -92,8 +92,9 @@ def test_the_ranking_names_the_chosen_way_first():
         assert next(iter(ranking)) == flash_varlen.choose(call).way.name
         times = [x for x in ranking.values() if not isinstance(x, str)]
         assert times == sorted(times)
-        # of all ways one cannot run the call
-        assert [*ranking][len(times) :] == ["numbered low small"]
+        # of all ways these cannot run the call
+        of_others = {"numbered low small", "numbered three", "dealt three"}
+        assert {*[*ranking][len(times) :]} == of_others
         assert set(ranking) == set(ways.ways()["many/d128/b2"])
 
 

@@ -263,13 +263,15 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
 
 
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
-    """Sequences of many queries: tiles of queries, of which later ones see more keys."""
+    """Sequences of many queries: tiles of queries, of which later ones see more keys. Where keys
+    are dealt out, each tile counts with those of its sequence's last one."""
     count = units = longest = 0.0
     for x in guess:
         tokens = min(tile.tokens, x.queries)
         tiles = math.ceil(x.queries / tile.tokens)
         # the last tile of a sequence sees all keys, the first one those before its own queries
-        seen = _seen(max(x.mean - (x.queries - tokens) / 2, 1.0), tokens, shape)
+        before = 0.0 if way.startswith("dealt") else (x.queries - tokens) / 2
+        seen = _seen(max(x.mean - before, 1.0), tokens, shape)
         most = math.ceil(_seen(x.longest, tokens, shape) / tile.keys)
         each = most if tiles == 1 and x.sequences == 1 else max(seen / tile.keys + 0.5, 1.0)
         count += x.sequences * tiles * tile.heads
@@ -281,7 +283,7 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
     if way.startswith("numbered"):
         rounds = math.ceil(rounds)
         piece = longest + (rounds - 1) * units / count
-    elif way.startswith("cut"):
+    elif way.startswith(("cut", "dealt")):
         piece = max(share, min(LEAST_PIECE, longest))
         parts = min(max(longest / piece - 1, 0.0), MULTIPROCESSORS)
     return Division(piece, parts, tile.rows / 32, rounds, load, units * tile.keys)

@@ -70,6 +70,7 @@ def _table() -> dict[str, dict[int, HopperConfig]]:
         },
         "three, copied": {
             64: of(**three, BLOCK_N=64, KV_STAGES=6, Q_STAGES=1),
+            128: of(**three, BLOCK_N=64, KV_STAGES=5, Q_STAGES=1),
         },
         # the same with as many keys at a time as where they are not copied
         "invariant, copied": {
