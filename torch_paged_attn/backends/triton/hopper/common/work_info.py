@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+
 # its name until Triton 3.6, and later
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
@@ -77,8 +79,4 @@ def new_work_info(STAGES: gl.constexpr):
     """Room for the words of STAGES tiles."""
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], word)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    published = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(published.index(i), count=1)
-    return WorkInfo(words, published, STAGES)
+    return WorkInfo(words, new_barriers(STAGES, 1), STAGES)

@@ -39,7 +39,12 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
 )
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.softmax import finite
-from torch_paged_attn.backends.triton.hopper.common.tma import boxes, load_rows, shape_of_tiles
+from torch_paged_attn.backends.triton.hopper.common.tma import (
+    boxes,
+    load_fill,
+    load_rows,
+    shape_of_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitParams, UnitSizes
 
 # the largest number of a part is below two to this power; float16 ends at 2**16
@@ -104,12 +109,8 @@ def _load_copied(before, first_entry, count, tiles, params, queries, OPTIONS: gl
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     BLOCK_M: gl.constexpr = OPTIONS.TOKENS * GROUP_SIZE
     for t in range(tiles):
-        queries.producer_acquire(before + t)
-        barrier = queries.full_barrier(before + t)
-        mbarrier.expect(barrier, params.q_desc.block_type.nbytes)
         start, size = first_entry * GROUP_SIZE, count * GROUP_SIZE
-        box = queries.tile(before + t)
-        load_rows(params.q_desc, start, size, t * BLOCK_M, 0, barrier, box)
+        load_fill(params.q_desc, queries, before + t, start, size, t * BLOCK_M, 0)
 
 
 @gluon.jit
