@@ -122,12 +122,9 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     # if a function's result is part of an address that is written to, torch.compile assumes that
     # all pointers among its arguments are written to; so these functions get only the lengths
     lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position")(
-        cu_seqlens_q=pointers.cu_seqlens_q,
-        cu_seqlens_k=pointers.cu_seqlens_k,
-        seqused_k=pointers.seqused_k,
-        k_start=pointers.k_start,
-        q_position=pointers.q_position,
-    )
+        pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, pointers.k_start,
+        pointers.q_position,
+    )  # fmt: skip
     if OPTIONS.IS_SPLIT:
         _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
     elif OPTIONS.GAP == 0:
@@ -138,36 +135,16 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def _attention_fwd_kernel(
-    pointers,
-    strides,
-    # not in a tuple: Triton would compile kernels for their divisors
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_col_batch,
-    stride_col_head,
-    total_q,
-    max_keys,
-    num_pages,
-    batch,
-    layout_rows,
-    nnz,
+    pointers, strides,
+    stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head, total_q,
+    max_keys, num_pages, batch, layout_rows, nnz,
     scalars,
-    OPTIONS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    OPTIONS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Sizes come one by one: of a tuple, Triton would compile a kernel for each one's divisors."""
     gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
-        stride_table=stride_table,
-        stride_crow_batch=stride_crow_batch,
-        stride_crow_head=stride_crow_head,
-        stride_col_batch=stride_col_batch,
-        stride_col_head=stride_col_head,
-        total_q=total_q,
-        max_keys=max_keys,
-        num_pages=num_pages,
-        batch=batch,
-        layout_rows=layout_rows,
-        nnz=nnz,
-    )
+        stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head,
+        total_q, max_keys, num_pages, batch, layout_rows, nnz,
+    )  # fmt: skip
     attend_batch(pointers, strides, sizes, scalars, OPTIONS)
