@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.common.seqlen_info import key_bound
 from torch_paged_attn.backends.triton.hopper.selected import index_scores as hopper
-from torch_paged_attn.backends.triton.portable.forward.tiles import key_bound
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.arguments import SelectedConfig
 from torch_paged_attn.backends.triton.portable.selected.index_scores import (

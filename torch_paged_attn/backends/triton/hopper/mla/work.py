@@ -9,13 +9,8 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import PAIRED
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaOptions, MlaSizes
-from torch_paged_attn.backends.triton.hopper.support import (
-    DESCALES,
-    converts,
-    key_bound,
-    mean_length,
-)
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
@@ -35,7 +30,7 @@ READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
 # and beside keys of 8 bits, in the order of the fields behind the parts
-BESIDE_8_BITS = ("q", "out", *DESCALES)
+BESIDE_8_BITS = ("q", "out", *support.DESCALES)
 
 # keys of a block
 KEYS = 64
@@ -64,9 +59,9 @@ OF_MANY_ROWS = Form(32, 1, 2, 2, 216)
 
 def form_of(call: AttentionCall) -> Form:
     """The form for the rows of a sequence of mean length."""
-    if not converts(call):
+    if not support.converts(call):
         return OF_16_BITS
-    rows = next_power_of_2(call.num_heads) * mean_length(call)
+    rows = next_power_of_2(call.num_heads) * support.mean_length(call)
     return next((FORMS[n] for n in sorted(FORMS) if n >= rows), OF_MANY_ROWS)
 
 
@@ -83,12 +78,12 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, KEYS) if page_size else KEYS,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=form.registers,
-        COLUMN_BOXES=1 if converts(call) else COLUMN_BOXES,
+        COLUMN_BOXES=1 if support.converts(call) else COLUMN_BOXES,
         ROWS=form.rows,
         UNIT_KEYS=KEYS * form.consumers,
         PROGRAMS=form.programs,
         CONSUMERS=form.consumers,
-        FORMAT=PAIRED[call.k.dtype] if converts(call) else "",
+        FORMAT=PAIRED[call.k.dtype] if support.converts(call) else "",
         STAGES=form.stages,
     )
 
@@ -104,7 +99,7 @@ def sizes_of(call: AttentionCall) -> MlaSizes:
         num_pages=call.k.shape[0],
         batch=call.batch,
         total_q=call.total_q,
-        max_keys=min(key_bound(call), 2**31 - 1),
+        max_keys=min(support.key_bound(call), 2**31 - 1),
         stride_table=0 if call.block_table is None else call.block_table.stride(0),
     )
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import LATENT_COLUMNS, AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
-from torch_paged_attn.backends.triton.portable.forward.tiles import is_bound
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedOptions,
     SelectedPointers,
@@ -19,22 +19,14 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     SelectedStrides,
 )
-from torch_paged_attn.backends.triton.runtime.target import (
-    Target,
-    cdiv,
-    next_power_of_2,
-)
+from torch_paged_attn.backends.triton.runtime import contiguous
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
 
 FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
 WIDE = 256
 # programs of a multiprocessor that are enough; the fewest keys of a split; the most splits
 ENOUGH, LEAST_KEYS, MOST_SPLITS = 2, 256, 32
-# of these kernels take no strides, or of a block table that of its rows alone
-READ_END_TO_END = (
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position"),
-    *("sinks", "block_table"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,11 +228,9 @@ def pointers_of(call: AttentionCall, target: Target) -> SelectedPointers:
 
 def without_gaps(call: AttentionCall) -> AttentionCall:
     """The call with contiguous copies of small tensors that have gaps."""
-    changes: dict[str, Any] = {}
-    for name in READ_END_TO_END:
-        x = getattr(call, name)
-        if x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
-            changes[name] = x.contiguous()
+    names, tensors = list(call.given_tensors()), tuple(call.given_tensors().values())
+    made, copied = contiguous.without_gaps(names, tensors)
+    changes: dict[str, Any] = {names[i]: made[i] for i in copied}
     return dataclasses.replace(call, **changes) if changes else call
 
 
