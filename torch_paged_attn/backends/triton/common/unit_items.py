@@ -33,8 +33,7 @@ class UnitLists(NamedTuple):
 
 def units_of(call: AttentionCall) -> int:
     """How many units a sequence may have, or a cache if entries name units of it."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     keys = call.k.shape[0]
     if call.block_table is not None:
         keys = call.block_table.shape[1] * call.page_size

@@ -58,8 +58,7 @@ FEW_TOKENS = 8
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
-    q, k, v, latent, selection = call.q, call.k, call.v, call.q_latent, call.selection
-    assert selection is not None
+    q, k, v, latent, selection = call.q, call.k, call.v, call.q_latent, call.lists
     rope = ROPE if latent is not None else work.HEAD_DIM
     if call.num_kv_heads != 1 or call.head_dim_v != work.HEAD_DIM_V:
         return "it is no latent attention"
@@ -156,8 +155,7 @@ def options_of(call: AttentionCall) -> ListOptions:
 
 def pairs_of(call: AttentionCall) -> int:
     """Pairs of blocks of keys of a list."""
-    assert call.selection is not None
-    return max(cdiv(call.selection.key_indices.shape[2], PAIR), 1)
+    return max(cdiv(call.lists.key_indices.shape[2], PAIR), 1)
 
 
 def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int, int]:
@@ -178,8 +176,7 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
 
 def sizes_of(call: AttentionCall, units: int) -> ListSizes:
     """Numbers that differ from call to call."""
-    selection, table = call.selection, call.block_table
-    assert selection is not None
+    selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return ListSizes(
         total_q=call.total_q,
@@ -197,9 +194,7 @@ def sizes_of(call: AttentionCall, units: int) -> ListSizes:
 
 def scalars_of(call: AttentionCall) -> ListScalars:
     """Numbers that follow from the description of a call."""
-    selection = call.selection
-    assert selection is not None
-
+    selection = call.lists
     return ListScalars(
         call.num_heads,
         selection.key_indices.stride(2),

@@ -49,8 +49,7 @@ MOST_BYTES = 2**31
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
-    selection, q, k, v = call.selection, call.q, call.k, call.v
-    assert selection is not None
+    selection, q, k, v = call.lists, call.q, call.k, call.v
     if (reason := support.unsupported_device(q.device)) is not None:
         return reason
     if q.dtype not in support.IN_16_BITS or not q.dtype == k.dtype == v.dtype:
@@ -86,8 +85,7 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def unprofitable(call: AttentionCall) -> str | None:
     """Why a call that can take this kernel should not; None if it should."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     if call.is_batch_invariant:
         return "which kernel it takes would depend on the other sequences"
     sequences = 1 if call.is_slots else max(call.batch, 1)
@@ -112,8 +110,7 @@ def most_entries(group_size: int) -> int:
 
 def options_of(call: AttentionCall) -> UnitOptions:
     """What the kernel is compiled for."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     size = selection.select_size
     is_copied = call.group_size < LEAST_ROWS
     return UnitOptions(
@@ -136,8 +133,7 @@ def options_of(call: AttentionCall) -> UnitOptions:
 
 def _in_units(call: AttentionCall) -> AttentionCall:
     """The call with lists of units that the kernel has tiles for."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     pieces = selection.select_size // UNITS[-1]
     if pieces <= 1:
         return call
@@ -155,8 +151,7 @@ def attend(
     """Write the results of a call for which `unsupported` has no reason. `make_lists` is
     `unit_lists.make_unit_lists`."""
     call = _in_units(call)
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     target, options = target_of(call.q.device), options_of(call)
     entries = selection.key_indices.shape[2]
     width = call.head_dim_v + (call.head_dim if options.IS_COPIED else 0)

@@ -94,8 +94,7 @@ def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
 
 def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> int:
     """How many programs share a list. Of a batch-invariant call, one."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     keys = selection.key_indices.shape[2] * selection.select_size
     programs = call.total_q * call.num_kv_heads * cdiv(call.group_size, config.BLOCK_M)
     if call.is_batch_invariant or programs == 0:
@@ -108,8 +107,7 @@ def options_of(
     call: AttentionCall, target: Target, config: SelectedConfig, is_split: bool
 ) -> SelectedOptions:
     """Compile-time constants of a call's kernels."""
-    selection, formats = call.selection, formats_of(call, target, False)
-    assert selection is not None
+    selection, formats = call.lists, formats_of(call, target, False)
     smallest = target.smallest_chunk(config.BLOCK_M) if not formats.is_precise else 16
     k_low, k_high = chunks(call.head_dim, smallest)
     v_low, v_high = chunks(call.head_dim_v, smallest)
@@ -154,8 +152,7 @@ def _is_v_in_k(call: AttentionCall) -> bool:
 
 def strides_of(call: AttentionCall) -> SelectedStrides:
     """Strides of a call's tensors."""
-    selection, q, latent = call.selection, call.q, call.q_latent
-    assert selection is not None
+    selection, q, latent = call.lists, call.q, call.q_latent
     indices, counts = selection.key_indices, selection.num_selected
     groups = indices.shape[1]
 
@@ -193,8 +190,7 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
 
 def sizes_of(call: AttentionCall, splits: int = 1) -> SelectedSizes:
     """Numbers that change from call to call."""
-    selection, table = call.selection, call.block_table
-    assert selection is not None
+    selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return SelectedSizes(
         total_q=call.total_q,

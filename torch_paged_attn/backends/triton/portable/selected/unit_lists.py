@@ -57,8 +57,7 @@ class EntryPointers(NamedTuple):
 
 def buckets_of(call: AttentionCall) -> int:
     """The number of buckets."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     sequences = 1 if call.is_slots else max(call.batch, 1)
     return selection.key_indices.shape[1] * sequences * units_of(call)
 
@@ -69,8 +68,7 @@ def make_unit_lists(
     """The lists of some query rows. An item has `most` entries at most, a multiple of `multiple`; a
     bucket that has more is cut into items of equal length, but for the last one.
     """
-    selection, device = call.selection, call.q.device
-    assert selection is not None
+    selection, device = call.lists, call.q.device
     _, groups, entries = selection.key_indices.shape
     count, num_buckets = rows.stop - rows.start, buckets_of(call)
 
