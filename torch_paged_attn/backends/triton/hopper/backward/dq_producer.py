@@ -8,11 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.backward.work import (
-    FIELD,
-    Passing,
-    claim_tiles,
-)
+from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, Passing, claim_tiles
 from torch_paged_attn.backends.triton.hopper.common.tma import load_fill, load_rows
 
 

@@ -14,16 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
-from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
-    HALF,
-    KEYS,
-    ROPE,
-    opaque_zero,
-)
-from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
-    fold_few,
-    products_layout,
-)
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
+from torch_paged_attn.backends.triton.hopper.selected.few_heads import fold_few, products_layout
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     GROUPS,
     SCALE_STAGES,

@@ -21,12 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_paged_attn.backends.triton.common.dequant import decode_pairs, float16_range
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
-from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
-    HALF,
-    KEYS,
-    ROPE,
-    opaque_zero,
-)
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
 from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
     finish_few,
     fold_few,

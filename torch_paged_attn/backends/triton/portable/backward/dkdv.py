@@ -10,11 +10,7 @@ belong to, and the program visits, in order, all sequences that have some of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.seqlen_info import (
-    find_tile,
-    key_span,
-    query_span,
-)
+from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, key_span, query_span
 from torch_paged_attn.backends.triton.portable.backward.key_tile import add_sequence, load_keys_once
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     store_chunks,

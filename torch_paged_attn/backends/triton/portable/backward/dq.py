@@ -43,11 +43,7 @@ from torch_paged_attn.backends.triton.portable.common.products import (
 )
 from torch_paged_attn.backends.triton.portable.forward.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.forward.queries import load_queries
-from torch_paged_attn.backends.triton.portable.forward.query_tile import (
-    find_keys,
-    rows_of,
-    tile_at,
-)
+from torch_paged_attn.backends.triton.portable.forward.query_tile import find_keys, rows_of, tile_at
 from torch_paged_attn.backends.triton.portable.forward.work_info import sequence_at
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 

@@ -11,10 +11,7 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
     load_statistics_of_tile,
     statistics_of,
 )
-from torch_paged_attn.backends.triton.common.seqlen_info import (
-    position_of_first,
-    query_span,
-)
+from torch_paged_attn.backends.triton.common.seqlen_info import position_of_first, query_span
 from torch_paged_attn.backends.triton.portable.backward.gradients import (
     dropped,
     gradient_of_scores,

@@ -34,11 +34,7 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.tuning import (
-    BackwardConfig,
-    Config,
-    choose_backward_config,
-)
+from torch_paged_attn.backends.triton.tuning import BackwardConfig, Config, choose_backward_config
 from torch_paged_attn.backward_call import BackwardCall, tensor_names
 
 # rows of the smallest tile

@@ -23,11 +23,7 @@ from torch_paged_attn.backends.triton.portable.forward.graph_kernel import (
 from torch_paged_attn.backends.triton.portable.forward.kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan
 from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, choose_tiles, traits_of
-from torch_paged_attn.backends.triton.runtime.launch import (
-    dependent_launch,
-    is_traced,
-    only_read,
-)
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced, only_read
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.target import Target, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf

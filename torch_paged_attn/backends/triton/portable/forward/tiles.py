@@ -28,11 +28,7 @@ from torch_paged_attn.backends.triton.portable.forward.splits import (
     plan_splits,
 )
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
-from torch_paged_attn.backends.triton.tuning import (
-    Config,
-    choose_config,
-    choose_config_in_turns,
-)
+from torch_paged_attn.backends.triton.tuning import Config, choose_config, choose_config_in_turns
 
 # the largest second dimension of a grid
 MOST_IN_GRID = 65535
