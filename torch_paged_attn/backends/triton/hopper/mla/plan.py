@@ -18,7 +18,7 @@ from torch_paged_attn.backends.triton.hopper.mla.arguments import (
     MlaPointers,
     MlaScalars,
 )
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
 
@@ -151,31 +151,17 @@ def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map 
     return [Map(i, *x) for i, x in enumerate(of_all)]
 
 
-def _latent_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
-    """The launch of the first kernel."""
-    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
-
-    # two programs of eight warps each share a multiprocessor's registers
-    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
-    return Launch(
-        _hopper_mla_fwd_kernel,
-        (programs,),
-        **work.sizes_of(call)._asdict(),
-        scalars=scalars_of(call),
-        OPTIONS=options,
-        num_warps=4,
-        launch_pdl=True,
-        **most,
-    )
-
-
 def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     """A function that launches the kernels for calls like this one. It takes the given tensors,
     their addresses or None, and the tensors for results: one like `out`, and its lse."""
+    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
+
     options = work.options_of(call)
     programs = work.programs_of(call, options)
     new_parts = Allocation((work.part_elements(programs, options),), torch.float32, call.q.device)
-    launch, maps = _latent_launch(call, options, programs), _maps_of(call, out, options)
+    kernel, sizes = _hopper_mla_fwd_kernel, work.sizes_of(call)
+    launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
+    maps = _maps_of(call, out, options)
     combine = work.combine_launch(call, options, programs)
     # behind the given tensors, `start` puts None for one that is not given, and the result
     names = list(call.given_tensors())

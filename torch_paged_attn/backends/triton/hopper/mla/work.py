@@ -13,7 +13,7 @@ from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaOptions, MlaSizes
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 
 # columns of keys; the first 512 are the values
 HEAD_DIM, HEAD_DIM_V = 576, 512
@@ -149,21 +149,46 @@ def part_elements(programs: int, options: MlaOptions) -> int:
     return 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
 
 
+def first_launch(kernel: Any, programs: int, options: Any, sizes: Any, scalars: Any) -> Launch:
+    """The launch of a kernel that visits keys. Programs of eight warps that a multiprocessor has
+    room for share its registers."""
+    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
+    return Launch(
+        kernel,
+        (programs,),
+        **sizes._asdict(),
+        scalars=scalars,
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+        **most,
+    )
+
+
+def second_launch(
+    kernel: Any, tokens: int, shares: tuple[int, int, int], programs: int, call: AttentionCall,
+    options: Any, sizes: Any,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel that adds up parts of so many tokens. `shares`: see `shares_of`."""
+    heads, _, columns = shares
+    return Launch(
+        kernel,
+        (tokens, cdiv(call.num_heads, heads), HEAD_DIM_V // columns),
+        **sizes._asdict(),
+        num_heads=call.num_heads,
+        programs=programs,
+        OPTIONS=options,
+        SHARES=shares,
+        num_warps=4,
+        **dependent_launch(target_of(call.q.device).overlaps_launches),
+    )
+
+
 def combine_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
     """The launch of the second kernel. It is called with `out` and the pointers of the first one,
     which has `programs` programs."""
     from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
 
-    heads, at_a_time, columns = shares_of_combine(call, options, programs)
-    more: dict[str, Any] = dependent_launch(target_of(call.q.device).overlaps_launches)
-    return Launch(
-        _hopper_mla_combine_kernel,
-        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
-        **sizes_of(call)._asdict(),
-        num_heads=call.num_heads,
-        programs=programs,
-        OPTIONS=options,
-        SHARES=(heads, at_a_time, columns),
-        num_warps=4,
-        **more,
-    )
+    shares = shares_of_combine(call, options, programs)
+    kernel, sizes = _hopper_mla_combine_kernel, sizes_of(call)
+    return second_launch(kernel, call.total_q, shares, programs, call, options, sizes)

@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.hopper.selected.arguments import (
     ListScalars,
     ListSizes,
 )
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -221,18 +221,8 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    # programs of eight warps share a multiprocessor's registers
-    most = {"maxnreg": 65536 // 256 // options.PROGRAMS} if options.PROGRAMS > 1 else {}
-    launch = Launch(
-        _hopper_selected_fwd_kernel,
-        (programs,),
-        **sizes_of(call, units)._asdict(),
-        scalars=scalars_of(call),
-        OPTIONS=options,
-        num_warps=4,
-        launch_pdl=True,
-        **most,
-    )
+    kernel, sizes = _hopper_selected_fwd_kernel, sizes_of(call, units)
+    launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
     # a tensor that is not given is the None behind the given ones
     places = {name: i for i, name in enumerate(given)}
@@ -280,18 +270,6 @@ def _combine_launch(call: AttentionCall, options: ListOptions, groups: int, unit
     )
 
     shares = work.shares_of(groups // call.total_q, call.total_q * call.num_heads)
-    grid = (
-        *(min(call.total_q, groups - 1), cdiv(call.num_heads, shares[0])),
-        work.HEAD_DIM_V // shares[2],
-    )
-    return Launch(
-        _hopper_selected_combine_kernel,
-        grid,
-        **sizes_of(call, units)._asdict(),
-        num_heads=call.num_heads,
-        programs=groups * options.HEAD_TILES,
-        OPTIONS=options,
-        SHARES=shares,
-        num_warps=4,
-        **dependent_launch(target_of(call.q.device).overlaps_launches),
-    )
+    tokens, programs = min(call.total_q, groups - 1), groups * options.HEAD_TILES
+    kernel, sizes = _hopper_selected_combine_kernel, sizes_of(call, units)
+    return work.second_launch(kernel, tokens, shares, programs, call, options, sizes)
