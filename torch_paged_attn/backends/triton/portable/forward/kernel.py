@@ -27,6 +27,16 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
 
 @triton.jit
+def _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """Attention of a tile to all of its keys."""
+    # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
+    attend_tile(
+        tile, named("unit taken units is_part part")(0, 1, 1, False, 0), pointers, strides, sizes,
+        scalars, OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The program computes one tile of queries with all its keys."""
     # the last tiles of a causal sequence see the most keys: they start first
@@ -35,16 +45,7 @@ def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.c
     sequence = sequence_at(b, lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     tile = tile_at(place, tl.program_id(1), sequence, OPTIONS)
     if tile.first_token < tile.query_len:
-        # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
-        attend_tile(
-            tile,
-            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
-            pointers,
-            strides,
-            sizes,
-            scalars,
-            OPTIONS,
-        )
+        _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS)
 
 
 @triton.jit
@@ -56,15 +57,8 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
     sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     place = tl.program_id(1)
     while place * OPTIONS.TOKENS < sequence.query_len:
-        attend_tile(
-            tile_at(place, tl.program_id(0), sequence, OPTIONS),
-            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
-            pointers,
-            strides,
-            sizes,
-            scalars,
-            OPTIONS,
-        )
+        tile = tile_at(place, tl.program_id(0), sequence, OPTIONS)
+        _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS)
         place += tl.num_programs(1)
 
 

@@ -22,11 +22,10 @@ from torch_paged_attn.backends.triton.portable.common.products import add_chunk_
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
-    find_token,
+    find_split,
     find_units,
     list_logits,
     load_keys,
-    load_queries,
     place_keys,
     range_of_split,
 )
@@ -47,12 +46,7 @@ def _selected_fwd_kernel(
         max_pages, splits,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    program = tl.program_id(0)
-    split = program % sizes.splits
-    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
-    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
-    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    split, kv_head, head_tile, token, queries = find_split(pointers, strides, sizes, OPTIONS)
     begin, stop = range_of_split(split, token, sizes, OPTIONS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)

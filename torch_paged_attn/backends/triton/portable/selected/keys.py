@@ -294,6 +294,18 @@ def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.const
 
 
 @triton.jit
+def find_split(pointers, strides, sizes, OPTIONS: tl.constexpr):
+    """The split, KV head and tile of heads of a program, its token, and the token's queries."""
+    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + OPTIONS.BLOCK_M - 1) // OPTIONS.BLOCK_M
+    program = tl.program_id(0)
+    split = program % sizes.splits
+    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
+    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
+    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    return split, kv_head, head_tile, token, queries
+
+
+@triton.jit
 def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.constexpr):
     """Rows of keys and values, in two chunks each; 0 where the token does not see the key."""
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT

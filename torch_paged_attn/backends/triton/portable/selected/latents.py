@@ -26,8 +26,7 @@ from torch_paged_attn.backends.triton.portable.selected.kernel import store_lse
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
-    find_token,
-    load_queries,
+    find_split,
     range_of_split,
 )
 
@@ -76,17 +75,12 @@ def _selected_latents_kernel(
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     GROUPS: tl.constexpr = OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS
-    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     # weights in float16 would lose their bits where scales are small
     HAS_UNITS: tl.constexpr = OPTIONS.DTYPE == "fp16"
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
-    program = tl.program_id(0)
-    split = program % sizes.splits
-    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
-    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
-    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    split, kv_head, head_tile, token, queries = find_split(pointers, strides, sizes, OPTIONS)
     q_rows = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
     latents = _load_groups(pointers.q_latent, q_rows, queries.exists, Q_FORMAT, OPTIONS)
     begin, stop = range_of_split(split, token, sizes, OPTIONS)
