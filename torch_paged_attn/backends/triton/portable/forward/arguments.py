@@ -36,8 +36,9 @@ FLOAT32_CHAIN = 32
 MOST_IN_ROUND = 1 << 16
 
 
-def _row_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of page, head and slot of keys or values; packed ones are one long page."""
+def row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of page, head and slot of keys or values, or of scales of their columns; packed ones
+    are one long page."""
     return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
@@ -56,7 +57,7 @@ def _scale_strides(x: Tensor | None, batch: int, heads: int) -> tuple[int | None
 
 
 def _row_strides_of_scales(x: Tensor) -> tuple[int, int, int]:
-    """`_row_strides` of the scales of keys or values by token."""
+    """`row_strides` of the scales of keys or values by token."""
     return (
         (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
     )
@@ -129,8 +130,8 @@ def strides(
 ) -> groups.Strides:
     """The strides of a call's tensors. `kernel_pointers` has k and v as the kernel reads them."""
     batch, num_heads, num_kv_heads = call.batch, call.num_heads, call.num_kv_heads
-    k_page, k_head, k_slot = _row_strides(kernel_pointers.k)
-    v_page, v_head, v_slot = _row_strides(kernel_pointers.v)
+    k_page, k_head, k_slot = row_strides(kernel_pointers.k)
+    v_page, v_head, v_slot = row_strides(kernel_pointers.v)
     bias_head, bias_token, bias_key = _broadcast_strides(call.attn_bias, num_heads, -1, -1)
     alibi_batch, alibi_head = _broadcast_strides(call.alibi_slopes, batch, num_heads)
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
@@ -236,7 +237,7 @@ def _aligned(x: Tensor) -> int:
     """
     if x.itemsize > 1 or is_traced():
         return 0
-    found = math.gcd(16, x.data_ptr() & 15, *_row_strides(x))
+    found = math.gcd(16, x.data_ptr() & 15, *row_strides(x))
     return found if 4 <= found < 16 else 0
 
 
@@ -314,7 +315,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         OUT_FORMAT=formats.out,
         K_ALIGNED=_aligned(call.k),
         V_ALIGNED=_aligned(call.v),
-        IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
+        IS_V_LIKE_K=row_strides(call.k) == row_strides(call.v),
         IS_PAIRED=formats.is_paired,
         K_BY_TOKEN=is_by_token(call.k_descale, call.batch),
         V_BY_TOKEN=v_by_token,

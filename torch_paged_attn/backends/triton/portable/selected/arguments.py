@@ -12,6 +12,7 @@ from torch_paged_attn.backends.triton.common.dequant import as_stored
 from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.forward.arguments import FLOAT32_CHAIN, row_strides
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedOptions,
     SelectedPointers,
@@ -22,7 +23,6 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
 from torch_paged_attn.backends.triton.runtime import contiguous
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
 
-FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
 WIDE = 256
 # programs of a multiprocessor that are enough; the fewest keys of a split; the most splits
@@ -156,12 +156,6 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
     indices, counts = selection.key_indices, selection.num_selected
     groups = indices.shape[1]
 
-    def rows(x: Tensor) -> tuple[int, int, int]:
-        """Strides of pages, heads and slots."""
-        if call.is_paged:
-            return x.stride(0), x.stride(1), x.stride(2)
-        return 0, x.stride(1), x.stride(0)
-
     def scale(x: Tensor | None) -> tuple[int, int]:
         if x is None or x.dim() == 0:
             return 0, 0
@@ -170,12 +164,12 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
     by_column = 0, 0, 0
     v_descale = scale(call.v_descale)
     if call.v_descale is not None and is_by_column(call.v_descale, call.v):
-        page, head, slot = rows(call.v_descale)
+        page, head, slot = row_strides(call.v_descale)
         v_descale, by_column = (0, head), (page, slot, call.v_descale.stride(-1))
     found = (
         *q.stride()[:2],
-        *rows(call.k),
-        *rows(call.v),
+        *row_strides(call.k),
+        *row_strides(call.v),
         *((0, 0) if latent is None else latent.stride()[:2]),
         indices.stride(1) if groups > 1 else 0,
         indices.stride(2),
