@@ -218,9 +218,9 @@ def pointers_of(call: AttentionCall, target: Target) -> SelectedPointers:
 
 def without_gaps(call: AttentionCall) -> AttentionCall:
     """The call with contiguous copies of small tensors that have gaps."""
-    names, tensors = list(call.given_tensors()), tuple(call.given_tensors().values())
-    made, copied = contiguous.without_gaps(names, tensors)
-    changes: dict[str, Any] = {names[i]: made[i] for i in copied}
+    given = {name: getattr(call, name) for name in contiguous.READ_END_TO_END}
+    made, _ = contiguous.without_gaps(list(given), tuple(given.values()))
+    changes: dict[str, Any] = {n: x for n, x in zip(given, made, strict=True) if x is not given[n]}
     return dataclasses.replace(call, **changes) if changes else call
 
 
