@@ -11,12 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_paged_attn.backends.triton.common.names import Names
 from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipeline, new_barriers
-from torch_paged_attn.backends.triton.hopper.common.work_info import (
-    Names,
-    new_work_info,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info, thread_barrier
 from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTRY
 
 # STEPS: tiles that pass by, from row FIRST_PASS on, for each head that the tile meets; -1: there is

@@ -22,16 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.common.unit_items import (
-    BATCH,
-    COUNT,
-    FIRST,
-    HEAD,
-    IS_CUT,
-    ITEM_WORDS,
-    STOP,
-    UNIT,
-)
+from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS
 from torch_paged_attn.backends.triton.hopper.common.partitions import (
     registers_of,
     run_partitions,
@@ -145,12 +136,15 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     n = 0
     before = 0  # tiles of the items before
     while item < num_items:
-        first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        head = _item_word(item, params, HEAD)
+        first_entry, count = (
+            _item_word(item, params, ITEM.FIRST),
+            _item_word(item, params, ITEM.COUNT),
+        )
+        head = _item_word(item, params, ITEM.HEAD)
         tiles = (count + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS
         if INDEX == 0:
-            unit, stop = _item_word(item, params, UNIT), _item_word(item, params, STOP)
-            b = _item_word(item, params, BATCH)
+            unit, stop = _item_word(item, params, ITEM.UNIT), _item_word(item, params, ITEM.STOP)
+            b = _item_word(item, params, ITEM.BATCH)
             first = 0
             if OPTIONS.PAGE_SIZE == 0:
                 first = gl.load(pointers.k_first + b).to(gl.int32)
@@ -234,8 +228,11 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     n = 0
     before = 0  # tiles of the items before
     while item < num_items:
-        first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        unit, is_cut = _item_word(item, params, UNIT), _item_word(item, params, IS_CUT)
+        first_entry, count = (
+            _item_word(item, params, ITEM.FIRST),
+            _item_word(item, params, ITEM.COUNT),
+        )
+        unit, is_cut = _item_word(item, params, ITEM.UNIT), _item_word(item, params, ITEM.IS_CUT)
         tiles = (count + TOKENS - 1) // TOKENS
         # tiles go to the consumers in turns
         begin = (INDEX + CONSUMERS - before % CONSUMERS) % CONSUMERS
