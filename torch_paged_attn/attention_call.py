@@ -348,6 +348,12 @@ class AttentionCall:
     def batch(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def lists(self) -> Selection:
+        """The selection of a call that has one."""
+        assert self.selection is not None
+        return self.selection
+
     @functools.cached_property
     def is_slots(self) -> bool:
         """Whether key_indices name units of the cache itself: pages without a block_table."""

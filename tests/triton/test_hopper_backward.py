@@ -11,6 +11,7 @@ from hopper_calls import HOPPER, LONG, MIXED
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.backward import plan as hopper
+from torch_paged_attn.backends.triton.hopper.support import width_of
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.backends.triton.tuning.hopper import choose_one_pass_config
 from torch_paged_attn.backward_call import BackwardCall
@@ -123,7 +124,7 @@ def compile_for_hopper(name, sums):
     call = hopper_call(SHAPES[name], deterministic=sums == NONE)
     configs = None
     if sums != NONE:
-        width = hopper.width_of(call.forward.head_dim)
+        width = width_of(call.forward.head_dim)
         config = choose_one_pass_config(width, 1 << 20, has_window=False)
         configs = hopper.Configs(dataclasses.replace(config, DQ_SUMS=sums), None)
     cross_compile.CALLS["hopper"] = lambda: lambda: hopper.differentiate(call, configs)

@@ -159,7 +159,7 @@ def test_programs_end_together(batch, queries, heads, programs):
     problem = Problem("even", ((queries, 9),) * batch, heads, 1, 576, 512, dtype=bf16, page_size=64)
     call = call_of(dataclasses.replace(problem, cache_layout="mla"))
     with assume(HOPPER):
-        assert mla_work.programs_of(call, mla.options_of(call)) == programs
+        assert mla_work.programs_of(call, mla_work.options_of(call)) == programs
 
 
 def _sums(call, b, rows, first, stop):
@@ -224,7 +224,7 @@ def test_parts_are_added_up(heads, programs, device):
     seqs = ((1, 500), (2, 130), (0, 5), (1, 0), (3, -1), (1, -1), (2, 200))
     problem = Problem("parts", seqs, heads, 1, 576, 512, dtype=bf16, page_size=16)
     problem = dataclasses.replace(problem, cache_layout="mla")
-    call, options = call_of(problem), mla.options_of(call_of(problem))
+    call, options = call_of(problem), mla_work.options_of(call_of(problem))
     parts, out, lse = _leave_parts(call, options, programs)
     parts, out, lse = (x.to(device) for x in (parts, out, lse))
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.common.seqlen_info import key_bound
 from torch_paged_attn.backends.triton.hopper.forward import choices, tiles
 from torch_paged_attn.backends.triton.portable.forward import tiles as portable
 from torch_paged_attn.backends.triton.runtime.target import assume, target_of
@@ -59,7 +60,7 @@ def order_of_sums(problem):
         options = tiles.options_of(call, *choices.choose_tiles(call, form), form)
         return choice.kernel, options.BLOCK_N, options.WIDTH, options.COLUMNS, options.STRETCH
     traits = portable.traits_of(call, target_of(call.q.device))
-    chosen = portable.choose_tiles(traits, call.total_q, call.batch, portable.key_bound(call))
+    chosen = portable.choose_tiles(traits, call.total_q, call.batch, key_bound(call))
     return choice.kernel, chosen.config, chosen.block_n, chosen.fixed_units
 
 

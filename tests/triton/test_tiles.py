@@ -74,11 +74,8 @@ def test_tiles_in_turns(longest, options, kernels, device):
 
 def test_choose_tiles_is_kept():
     """By numbers alone: a call of the same sizes gets the same tiles, whatever its tensors hold."""
-    from torch_paged_attn.backends.triton.portable.forward.tiles import (
-        choose_tiles,
-        key_bound,
-        traits_of,
-    )
+    from torch_paged_attn.backends.triton.common.seqlen_info import key_bound
+    from torch_paged_attn.backends.triton.portable.forward.tiles import choose_tiles, traits_of
     from torch_paged_attn.backends.triton.runtime.target import Target
 
     target = Target.of_arch("sm90", 132)

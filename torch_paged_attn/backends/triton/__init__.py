@@ -93,10 +93,7 @@ class Triton(Backend):
     def notes(self) -> list[str]:
         """Which kernels are used on this machine."""
         from torch_paged_attn.backends.triton.hopper import support
-        from torch_paged_attn.backends.triton.runtime.launcher import (
-            starter_type,
-            unknown_triton,
-        )
+        from torch_paged_attn.backends.triton.runtime.launcher import starter_type, unknown_triton
 
         if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"

@@ -133,10 +133,7 @@ def _reshape_and_cache_kernel(
     # both loads are issued before anything waits for the slots
     key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
     value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
-    writes = writes_of(
-        token, slot, pointers.claims, pointers.slots, strides.slots, num_tokens, num_slots,
-        OPTIONS.WIDTH,
-    )  # fmt: skip
+    writes = writes_of(token, slot, pointers, strides, num_tokens, num_slots, OPTIONS.WIDTH)
     place = slot // page_size, slot % page_size, writes
     store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
     store_rows(
@@ -159,16 +156,7 @@ def _plan(
     return _resizable(*tensors, v_offset=v_offset)
 
 
-def _plan_split(
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Resizable:
-    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+def _plan_split(*tensors: Any) -> Resizable:
     check_split(*tensors)
     return _resizable(*tensors)
 
@@ -208,8 +196,8 @@ def _resizable(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     v_offset: int | None = None,
 ) -> Resizable:

@@ -5,15 +5,15 @@ The scores of a chunk of tokens are `MOST_SCORES` numbers at most, unless one to
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.common.seqlen_info import key_bound
 from torch_paged_attn.backends.triton.hopper.selected import index_scores as hopper
-from torch_paged_attn.backends.triton.portable.forward.tiles import key_bound
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.arguments import SelectedConfig
 from torch_paged_attn.backends.triton.portable.selected.index_scores import (
@@ -43,37 +43,26 @@ COLUMNS = 64
 POOLED, READ = 2048, 4096
 
 
-class _Names(NamedTuple):
-    """Names of the tensors of a call, in the schema's order; where the two hints are."""
-
-    tensors: tuple[str, ...]
-    hints: int
-
-
-def _names() -> _Names:
-    listed = [x for x in arguments("select_keys") if not x.keyword_only]
-    hints = next(i for i, x in enumerate(listed) if x.is_hint)
-    return _Names(tuple(x.name for x in listed if not x.is_hint), hints)
-
-
-NAMES = _names()
+_LISTED = [x for x in arguments("select_keys") if not x.keyword_only]
+# the tensors of a call, in the schema's order; and where the two hints are among its arguments
+NAMES = [x.name for x in _LISTED if not x.is_hint]
+HINTS = next(i for i, x in enumerate(_LISTED) if x.is_hint)
 
 
 def select_keys(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in the op's schema."""
-    at = NAMES.hints
-    if args[at] < 0 or args[at + 1] < 0:
+    if args[HINTS] < 0 or args[HINTS + 1] < 0:
         check_call(SelectKeysCall.of(*args, **options))
     # no plan depends on hints
-    return launch_cache.call("select_keys", _plan, (*args[:at], *args[at + 2 :]), options)
+    return launch_cache.call("select_keys", _plan, (*args[:HINTS], *args[HINTS + 2 :]), options)
 
 
 def _plan(*tensors: Tensor | None, **options: Any) -> Plan:
-    tensors = *tensors, *(None,) * (len(NAMES.tensors) - len(tensors))
-    tensors, copied = without_gaps(list(NAMES.tensors), tensors)
-    call = SelectKeysCall.of(*tensors[: NAMES.hints], 0, 0, *tensors[NAMES.hints :], **options)
+    tensors = *tensors, *(None,) * (len(NAMES) - len(tensors))
+    tensors, copied = without_gaps(NAMES, tensors)
+    call = SelectKeysCall.of(*tensors[:HINTS], 0, 0, *tensors[HINTS:], **options)
     check_call(call)
-    given = [name for name, x in zip(NAMES.tensors, tensors, strict=True) if x is not None]
+    given = [name for name, x in zip(NAMES, tensors, strict=True) if x is not None]
     return after_copies(_plan_checked(call, given), copied)
 
 

@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
+    find_lse,
+    probabilities,
+)
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
@@ -53,11 +56,9 @@ def _selected_mass_kernel(
         queries = load_queries(token, kv_head, i % HEAD_TILES, pointers, strides, OPTIONS)
         k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
         s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
-        at = queries.head.to(tl.int64) * sizes.total_q + token.row
-        lse = tl.load(lse_ptr + at, mask=queries.exists, other=float("-inf"))
-        sees = queries.exists & (lse > float("-inf"))
+        _, lse, sees = find_lse(lse_ptr, token, queries, sizes)
         lse = tl.where(sees, lse, 0.0)
-        p = tl.exp(s - lse[:, None]) if OPTIONS.IS_PRECISE else tl.exp2((s - lse[:, None]) * LOG2E)
+        p = probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
         mass += tl.sum(tl.where(is_seen[None, :] & sees[:, None], p, 0.0), 0)
     PARTS: tl.constexpr = BLOCK_N // PART
     of_parts = tl.sum(tl.reshape(mass, [PARTS, PART]), 1)

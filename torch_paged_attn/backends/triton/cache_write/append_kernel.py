@@ -224,35 +224,17 @@ def _append(block, pointers, strides, sizes, OPTIONS: tl.constexpr, ROTARY: tl.c
     )
 )  # fmt: skip
 def append_kernel(
-    pointers,
-    strides,
-    num_heads,
-    page_size,
-    batch,
-    num_tokens,
-    num_slots,
-    stride_row,
-    max_pages,
-    num_queries,
-    num_positions,
-    num_blocks,
-    OPTIONS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    pointers, strides,
+    num_heads, page_size, batch, num_tokens, num_slots, stride_row, max_pages, num_queries,
+    num_positions, num_blocks,
+    OPTIONS: tl.constexpr, ROTARY: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """The first `num_blocks` programs write new tokens, and all others rotate queries."""
     gdc_wait(IS_DEPENDENT)
     sizes = Numbers(
-        num_heads=num_heads,
-        page_size=page_size,
-        batch=batch,
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        stride_row=stride_row,
-        max_pages=max_pages,
-        num_queries=num_queries,
-        num_positions=num_positions,
-    )
+        num_heads, page_size, batch, num_tokens, num_slots, stride_row, max_pages, num_queries,
+        num_positions,
+    )  # fmt: skip
     block = tl.program_id(0)
     if block < num_blocks:
         _append(block, pointers, strides, sizes, OPTIONS, ROTARY)

@@ -178,10 +178,7 @@ def _quantize_rows_kernel(
     values = _quantize(value, pointers.v_cache.dtype.element_ty, OPTIONS)
     if pointers.claims is not None:
         gdc_wait(IS_DEPENDENT)
-    writes = writes_of(
-        token, slot, pointers.claims, pointers.slots, strides.slots, num_tokens, num_slots,
-        OPTIONS.WIDTH,
-    )  # fmt: skip
+    writes = writes_of(token, slot, pointers, strides, num_tokens, num_slots, OPTIONS.WIDTH)
     place = slot // page_size, slot % page_size, writes
     _write_rows(
         keys, pointers.k_cache, pointers.k_scale, place, head, strides.k, OPTIONS.DIM, OPTIONS

@@ -58,16 +58,14 @@ def is_written_later(token, slot, other, other_slot):
 
 
 @triton.jit
-def writes_of(
-    token, slot, claims_ptr, slot_ptr, stride_slot, num_tokens, num_slots, WIDTH: tl.constexpr
-):  # fmt: skip
+def writes_of(token, slot, pointers, strides, num_tokens, num_slots, WIDTH: tl.constexpr):
     """Whether each token writes its slot. WIDTH: tokens that are compared with, without claims."""
     writes = slot >= 0
-    if claims_ptr is not None:
-        writes = writes & (tl.load(claims_ptr + slot, mask=writes, other=-1) == token)
+    if pointers.claims is not None:
+        writes = writes & (tl.load(pointers.claims + slot, mask=writes, other=-1) == token)
     elif WIDTH > 1:
         other = tl.arange(0, WIDTH)
-        other_slot = slots_of(slot_ptr, stride_slot, other, num_tokens, num_slots)
+        other_slot = slots_of(pointers.slots, strides.slots, other, num_tokens, num_slots)
         writes = writes & ~is_written_later(token, slot, other, other_slot)
     return writes
 

@@ -45,17 +45,23 @@ def decode_two(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _fours(PTX: tl.constexpr, x):
+    """Four float16 of each int16."""
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=&r,=&r,=&r,=&r,r",
+        [x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def decode_raised_fours(x, IN_PTX: tl.constexpr):
     """The four numbers n of each int16 as float16 (n + 8) * 2**-20."""
     if IN_PTX:
-        return tl.inline_asm_elementwise(
-            _RAISED_PTX,
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return _fours(_RAISED_PTX, x)
     return (
         (((x << 4) & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
         ((x & 0xF0) ^ 0x80).to(tl.float16, bitcast=True),
@@ -68,14 +74,7 @@ def decode_raised_fours(x, IN_PTX: tl.constexpr):
 def decode_fours(x, IN_PTX: tl.constexpr):
     """The four numbers of each int16 as float16; the second and the fourth times 16."""
     if IN_PTX:
-        return tl.inline_asm_elementwise(
-            _FOURS_PTX,
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return _fours(_FOURS_PTX, x)
     upper = x >> 8
     return (
         ((x & 0xF) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0,

@@ -34,8 +34,7 @@ class InverseLists(NamedTuple):
         """The inverse lists of a call with packed keys. Where ranges of keys may overlap (k_start),
         units are split into single keys, which are numbered by their row.
         """
-        selection = call.selection
-        assert selection is not None
+        selection = call.lists
         device, size = call.q.device, selection.select_size
         row = torch.arange(call.total_q, device=device)
         b = sequence_of(call, slice(0, call.total_q))

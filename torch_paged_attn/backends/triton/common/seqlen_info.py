@@ -9,6 +9,23 @@ sequence count as one more sequence, without keys.
 import triton
 import triton.language as tl
 
+from torch_paged_attn.attention_call import AttentionCall
+
+# windows this wide hide nothing: no sequence is as long
+UNBOUNDED = 2**30
+
+
+def is_bound(window: int) -> bool:
+    """Whether a window hides keys."""
+    return 0 <= window < UNBOUNDED
+
+
+def key_bound(call: AttentionCall) -> int:
+    """How many keys a sequence may have, by shapes."""
+    if call.block_table is None:
+        return call.k.shape[0]
+    return call.block_table.shape[1] * call.page_size
+
 
 def num_tiles(total_q: int, batch: int, tokens: int, gap: int) -> int:
     """The number of programs that cover all rows, whatever the lengths are."""

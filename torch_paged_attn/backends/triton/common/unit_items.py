@@ -1,17 +1,20 @@
 """Units of keys as items of work: what `unit_lists.py` makes, and kernels visit."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.common.names import Names
 
 # words of an item: the number of its first entry in `entries`, how many it has, the unit, its
 # sequence and KV head, one past the last key that a token of the unit sees, and whether a token of
 # it does not see all of its keys
 ITEM_WORDS = tl.constexpr(8)
-FIRST, COUNT, UNIT, BATCH, HEAD, STOP, IS_CUT = (tl.constexpr(i) for i in range(7))
+Words = namedtuple("Words", "FIRST COUNT UNIT BATCH HEAD STOP IS_CUT")
+ITEM = Names(Words(*range(7)))
 
 
 class UnitLists(NamedTuple):
@@ -33,8 +36,7 @@ class UnitLists(NamedTuple):
 
 def units_of(call: AttentionCall) -> int:
     """How many units a sequence may have, or a cache if entries name units of it."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     keys = call.k.shape[0]
     if call.block_table is not None:
         keys = call.block_table.shape[1] * call.page_size

@@ -13,20 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
-from torch_paged_attn.backends.triton.flash_varlen import (
-    Choice,
-    choose,
-    refuse_other_bits,
-    said_of_longest,
-    said_of_reach,
-    unsupported_on_hopper,
-    with_aligned_copies,
-)
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.backward import plan as hopper_backward
 from torch_paged_attn.backends.triton.hopper.forward import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.forward.choices import Form, choose_tiles
-from torch_paged_attn.backends.triton.hopper.mla import plan as mla
 from torch_paged_attn.backends.triton.hopper.mla import work as mla_work
 from torch_paged_attn.backends.triton.hopper.selected import index_scores
 from torch_paged_attn.backends.triton.hopper.selected import plan as latent_lists
@@ -122,11 +114,7 @@ def _selected(op: str, call: Any) -> Path:
     groups, _, elements = latent_lists.shares_of_call(call, options)
     details = {
         "target": target_of(call.q.device).arch,
-        "hopper": {
-            "heads_per_tile": options.PACKED_HEADS,
-            "keys_per_tile": latent_lists.PAIR,
-            "grid": (groups * options.HEAD_TILES,),
-        },
+        "hopper": _tile(options.PACKED_HEADS, latent_lists.PAIR, groups * options.HEAD_TILES),
     }
     reason = "lists of single keys, whose values are columns of the keys; elsewhere, portable"
     return Path("triton", "hopper latent", reason, details, WORD * elements)
@@ -135,28 +123,29 @@ def _selected(op: str, call: Any) -> Path:
 def _units(call: AttentionCall) -> Path:
     """Units that are read once for all tokens that name them."""
     options, target = selected_units.options_of(call), target_of(call.q.device)
-    details: dict[str, Any] = {
-        "target": target.arch,
-        "hopper": {
-            "queries_per_tile": options.TOKENS,
-            "heads_per_tile": options.GROUP_SIZE,
-            "keys_per_tile": options.BLOCK_N,
-            "grid": (target.multiprocessors,),
-        },
-    }
+    sizes = options.GROUP_SIZE, options.BLOCK_N, target.multiprocessors
+    details = {"target": target.arch, "hopper": _tile(*sizes, queries=options.TOKENS)}
     reason = "many tokens name a unit, which is read once for all of them"
     return Path("triton", "hopper units", reason, details, None)
 
 
+def _tile(heads: int, keys: int, *grid: int, queries: int | None = None) -> dict[str, Any]:
+    """The sizes of a tile, and the grid. `queries`: None for one."""
+    of_queries = {} if queries is None else {"queries_per_tile": queries}
+    return of_queries | {"heads_per_tile": heads, "keys_per_tile": keys, "grid": grid}
+
+
 def _attention(call: AttentionCall) -> Path:
     is_packed = call.block_table is None
-    longest = said_of_longest(call.max_seqlen_q, call.max_seqlen_k, is_packed)
-    call = dataclasses.replace(call, max_seqlen_k=said_of_reach(call.max_seqlen_k, is_packed))
-    call, _ = with_aligned_copies(call)
-    refuse_other_bits(call)
-    choice = choose(call, longest)
+    longest = flash_varlen.said_of_longest(call.max_seqlen_q, call.max_seqlen_k, is_packed)
+    call = dataclasses.replace(
+        call, max_seqlen_k=flash_varlen.said_of_reach(call.max_seqlen_k, is_packed)
+    )
+    call, _ = flash_varlen.with_aligned_copies(call)
+    flash_varlen.refuse_other_bits(call)
+    choice = flash_varlen.choose(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
-    if ranking := kernels.ranking(call, longest, unsupported_on_hopper(call)):
+    if ranking := kernels.ranking(call, longest, flash_varlen.unsupported_on_hopper(call)):
         details["microseconds"] = ranking
     workspace: int | None
     if choice.kernel == "hopper latent":
@@ -176,17 +165,13 @@ def _attention(call: AttentionCall) -> Path:
     return Path("triton", choice.kernel, choice.reason or "its tiles are full", details, workspace)
 
 
-def _portable(call: AttentionCall, choice: Choice) -> tuple[dict[str, Any], int]:
+def _portable(call: AttentionCall, choice: flash_varlen.Choice) -> tuple[dict[str, Any], int]:
     """Tiles of the portable kernel, and the bytes of its partial results and counters."""
     traits = portable.traits_of(call, target_of(call.q.device))
-    sizes = call.total_q, call.batch, portable.key_bound(call)
+    sizes = call.total_q, call.batch, support.key_bound(call)
     config, splits = (None, None) if choice.way is None else (choice.way.config, choice.way.splits)
     tiles = portable.choose_tiles(traits, *sizes, config, splits, longest=choice.in_turns)
-    found = {
-        "queries_per_tile": tiles.tokens,
-        "heads_per_tile": tiles.pack,
-        "keys_per_tile": tiles.block_n,
-        "grid": tiles.grid,
+    found = _tile(tiles.pack, tiles.block_n, *tiles.grid, queries=tiles.tokens) | {
         "programs_share_keys": tiles.is_split,
         "config": dataclasses.asdict(tiles.config),
     }
@@ -203,11 +188,8 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
     if options.IS_LISTED:
         listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options))
     programs = hopper.grid_of(call, options, form)
-    found = {
-        "queries_per_tile": options.ROW_GROUPS * options.TOKENS,
-        "heads_per_tile": packed_heads,
-        "keys_per_tile": options.BLOCK_N,
-        "grid": (programs,),
+    queries = options.ROW_GROUPS * options.TOKENS
+    found = _tile(packed_heads, options.BLOCK_N, programs, queries=queries) | {
         "most_pieces_of_tiles": options.MOST_PARTS,
         # the numbers of stages are those that fit into shared memory
         "config": dataclasses.asdict(config)
@@ -218,14 +200,10 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
 
 def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:
     """Tiles of the kernel for latent attention, and the bytes of its partial results."""
-    options = mla.options_of(call)
+    options = mla_work.options_of(call)
     programs = mla_work.programs_of(call, options)
-    found = {
-        "queries_per_tile": options.TOKENS,
-        "heads_per_tile": options.PACKED_HEADS,
-        "keys_per_tile": options.UNIT_KEYS,
-        "grid": (programs,),
-    }
+    sizes = options.PACKED_HEADS, options.UNIT_KEYS, programs
+    found = _tile(*sizes, queries=options.TOKENS)
     return found, WORD * mla_work.part_elements(programs, options)
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
-from torch_paged_attn.backends.triton.dispatch.cost_model import least_queries
-from torch_paged_attn.backends.triton.dispatch.unpack_kernel import (
+from torch_paged_attn.backends.triton.common.unpack_kernel import (
     Unpacked,
     UnpackStrides,
     _unpack_kernel,
 )
+from torch_paged_attn.backends.triton.dispatch.cost_model import least_queries
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward import plan as hopper
 from torch_paged_attn.backends.triton.hopper.forward.choices import Form

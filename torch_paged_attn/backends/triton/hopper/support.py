@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
+from torch_paged_attn.backends.triton.common.seqlen_info import UNBOUNDED, is_bound, key_bound
 from torch_paged_attn.backends.triton.hopper.schedule.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
@@ -24,9 +25,6 @@ HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") 
 # its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
 # multiplies the error of tanh
 LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
-
-# windows this wide hide nothing: no sequence is as long
-UNBOUNDED = 2**30
 
 # the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
@@ -288,11 +286,6 @@ def columns_of(dim: int) -> int:
     return width if width == 64 else width // 2 + rest
 
 
-def is_bound(window: int) -> bool:
-    """Whether a window hides keys."""
-    return 0 <= window < UNBOUNDED
-
-
 def gathers(call: AttentionCall) -> bool:
     """Whether rows of keys are copied one by one, because pages are smaller than a box."""
     if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
@@ -302,13 +295,6 @@ def gathers(call: AttentionCall) -> bool:
     if converts(call) and width_of(call.head_dim) > 128:
         return False  # registers spill
     return all(width_of(d) == d for d in (call.head_dim, call.head_dim_v))
-
-
-def key_bound(call: AttentionCall) -> int:
-    """How many keys a sequence may have."""
-    if call.block_table is None:
-        return call.k.shape[0]
-    return call.block_table.shape[1] * call.page_size
 
 
 def mean_length(call: AttentionCall) -> int:

@@ -103,56 +103,26 @@ def _merge_rows(
 
 @triton.jit(do_not_specialize=("total_q", "stride_lse_a_head", "stride_lse_b_head"))
 def _merge_kernel(
-    out_a_ptr,
-    lse_a_ptr,
-    out_b_ptr,
-    lse_b_ptr,
-    out_ptr,
-    lse_ptr,
-    total_q,
-    num_heads,
-    stride_out_a_token,
-    stride_out_a_head,
-    stride_out_a_dim,
-    stride_lse_a_head,
-    stride_lse_a_token,
-    stride_out_b_token,
-    stride_out_b_head,
-    stride_out_b_dim,
-    stride_lse_b_head,
-    stride_lse_b_token,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, total_q, num_heads,
+    stride_out_a_token, stride_out_a_head, stride_out_a_dim, stride_lse_a_head, stride_lse_a_token,
+    stride_out_b_token, stride_out_b_head, stride_out_b_dim, stride_lse_b_head, stride_lse_b_token,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Merge two parts. Arguments are not in tuples, because kernels in graphs take none, and
     because Triton would compile for the divisors of strides that change from call to call.
     """
     OPTIONS: tl.constexpr = named("HEAD_DIM_V WIDTH FORMAT OUT_FORMAT BLOCK_R")(
         HEAD_DIM_V=HEAD_DIM_V, WIDTH=WIDTH, FORMAT=FORMAT, OUT_FORMAT=FORMAT, BLOCK_R=BLOCK_R
     )
+    strides = (
+        stride_out_a_token, stride_out_a_head, stride_out_a_dim,
+        stride_out_b_token, stride_out_b_head, stride_out_b_dim,
+        stride_lse_a_head, stride_lse_a_token, stride_lse_b_head, stride_lse_b_token,
+    )  # fmt: skip
     _merge_rows(
-        (out_a_ptr, out_b_ptr),
-        (lse_a_ptr, lse_b_ptr),
-        out_ptr,
-        lse_ptr,
-        total_q,
-        num_heads,
-        (
-            stride_out_a_token,
-            stride_out_a_head,
-            stride_out_a_dim,
-            stride_out_b_token,
-            stride_out_b_head,
-            stride_out_b_dim,
-            stride_lse_a_head,
-            stride_lse_a_token,
-            stride_lse_b_head,
-            stride_lse_b_token,
-        ),
-        OPTIONS,
-    )
+        (out_a_ptr, out_b_ptr), (lse_a_ptr, lse_b_ptr), out_ptr, lse_ptr, total_q, num_heads,
+        strides, OPTIONS,
+    )  # fmt: skip
 
 
 def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
@@ -164,21 +134,15 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     target = target_of(out_a.device)
     width = next_power_of_2(max(head_dim_v, 1))
     block_r = max(1, 2048 // width)
+    # in the order of the kernel's arguments
+    strides = *out_a.stride(), *lse_a.stride(), *out_b.stride(), *lse_b.stride()
+    names = (name for name in _merge_kernel.arg_names if name.startswith("stride"))
     launch = Launch(
         _merge_kernel,
         (cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
-        stride_out_a_token=out_a.stride(0),
-        stride_out_a_head=out_a.stride(1),
-        stride_out_a_dim=out_a.stride(2),
-        stride_lse_a_head=lse_a.stride(0),
-        stride_lse_a_token=lse_a.stride(1),
-        stride_out_b_token=out_b.stride(0),
-        stride_out_b_head=out_b.stride(1),
-        stride_out_b_dim=out_b.stride(2),
-        stride_lse_b_head=lse_b.stride(0),
-        stride_lse_b_token=lse_b.stride(1),
+        **dict(zip(names, strides, strict=True)),
         HEAD_DIM_V=head_dim_v,
         WIDTH=width,
         FORMAT=stored_format(out_a.dtype, target),

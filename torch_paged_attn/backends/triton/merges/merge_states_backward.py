@@ -15,8 +15,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.merges.merge_states import lse_strides
-from torch_paged_attn.backends.triton.runtime import launch_cache
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.merge_states_backward import check
@@ -150,11 +149,6 @@ def _merge_backward_kernel(
     _write_part(pointers.b, strides.b, rows, merged, PART_FORMAT, OPTIONS)
 
 
-def merge_states_backward(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments as in the op's schema."""
-    return launch_cache.call("merge_states_backward", _plan, tensors, {})
-
-
 def _plan(
     dout: Tensor,
     dlse: Tensor | None,
@@ -198,11 +192,13 @@ def _plan(
             dout, dlse, out_a, lse_a, out_b, lse_b, out, lse, *results = (
                 x if x is None else as_stored(x, target)[0] for x in (*tensors, *made)
             )
-            a, b = (
-                PartPointers(out_a, lse_a, *results[:2]),
-                PartPointers(out_b, lse_b, *results[2:]),
-            )
+            a = PartPointers(out_a, lse_a, *results[:2])
+            b = PartPointers(out_b, lse_b, *results[2:])
             launch(MergePointers(dout, dlse, out, lse, a, b))
         return made
 
     return run
+
+
+# with the arguments of the op `merge_states_backward`
+merge_states_backward = PlannedOp("merge_states_backward", _plan)

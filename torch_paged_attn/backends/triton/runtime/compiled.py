@@ -20,38 +20,31 @@ from triton.runtime.cache import CacheManager, FileCacheManager
 from triton.runtime.driver import driver
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.triton.runtime import compiled_launchers
-from torch_paged_attn.backends.triton.runtime.compiled_folder import (
-    Folder,
-    Unfit,
-    architecture_of,
-    difference,
-    made_with,
-)
+from torch_paged_attn.backends.triton.runtime import compiled_folder, compiled_launchers
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
-def folders_for(gpu: GPUTarget) -> tuple[Folder, ...]:
+def folders_for(gpu: GPUTarget) -> tuple[compiled_folder.Folder, ...]:
     """The folders whose kernels run on a GPU of this process."""
     with _lock:
         return _fitting(environment.KERNELS, gpu)
 
 
 @functools.cache
-def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
-    here, found, elsewhere = made_with(gpu), [], []
+def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[compiled_folder.Folder, ...]:
+    here, found, elsewhere = compiled_folder.made_with(gpu), [], []
     for path in paths:
         try:
-            folder = Folder.read(path)
-            if (reason := difference(folder.made_with, here)) is None:
+            folder = compiled_folder.Folder.read(path)
+            if (reason := compiled_folder.difference(folder.made_with, here)) is None:
                 found.append(folder)
-            elif folder.made_with.get("architecture") == architecture_of(gpu):
+            elif folder.made_with.get("architecture") == compiled_folder.architecture_of(gpu):
                 _warn(path, reason)
             else:
                 elsewhere.append((path, reason))
-        except Unfit as unfit:
+        except compiled_folder.Unfit as unfit:
             _warn(path, str(unfit))
     if not found:  # several folders may be for several kinds of GPUs
         for path, reason in elsewhere:
@@ -60,7 +53,9 @@ def _fitting(paths: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
 
 
 @functools.cache
-def _with_launchers(folders: tuple[Path, ...], gpu: GPUTarget) -> tuple[Folder, ...]:
+def _with_launchers(
+    folders: tuple[Path, ...], gpu: GPUTarget
+) -> tuple[compiled_folder.Folder, ...]:
     """The same, whose launchers are being built."""
     found = _fitting(folders, gpu)
     for folder in found:
@@ -92,7 +87,7 @@ def _find(key: str, name: str) -> dict[str, str] | None:
     for folder in folders:
         try:
             files = folder.find(key)
-        except Unfit as unfit:
+        except compiled_folder.Unfit as unfit:
             _warn_of_kernel(folder.root, str(unfit))
             continue
         if files is not None and name in files:

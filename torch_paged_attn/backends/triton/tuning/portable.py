@@ -121,19 +121,10 @@ def entries(
 
 
 def find_entry(
-    arch: str,
-    rows: int,
-    head_dim: int,
-    itemsize: int,
-    kv_itemsize: int,
-    page_size: int,
-    tiles: int,
-    keys: int,
-    is_plain: bool,
-    is_full: bool,
+    arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any
 ) -> tuple[str | None, int]:
     """The key of the most specific entry in an architecture's table, None if there is none; and the
-    number of rows of a tile.
+    number of rows of a tile. `rest` is as in `entries`.
 
     rows: rows of a tile, if it had all queries of a sequence of mean length
     head_dim: the larger of head_dim and head_dim_v
@@ -142,8 +133,7 @@ def find_entry(
     # float32 products do not run on tensor cores and need small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full
-    found = entries(block_m, rows, head_dim, itemsize, *of_keys)
+    found = entries(block_m, rows, head_dim, itemsize, *rest)
     return next((e for e in found if e in table(arch)), None), block_m
 
 

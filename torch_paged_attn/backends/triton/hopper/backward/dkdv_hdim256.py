@@ -18,10 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import meet
 from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, slope_of
 from torch_paged_attn.backends.triton.hopper.common.clear import clear_before
-from torch_paged_attn.backends.triton.hopper.common.scores import (
-    ask_for_scores,
-    probabilities,
-)
+from torch_paged_attn.backends.triton.hopper.common.scores import ask_for_scores, probabilities
 
 
 @gluon.jit

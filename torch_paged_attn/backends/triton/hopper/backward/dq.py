@@ -30,10 +30,7 @@ from torch_paged_attn.backends.triton.hopper.backward.column_parts import (
     wait_for_sums,
 )
 from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, pass_by, slope_of, steps_of
-from torch_paged_attn.backends.triton.hopper.common.scores import (
-    ask_for_scores,
-    probabilities,
-)
+from torch_paged_attn.backends.triton.hopper.common.scores import ask_for_scores, probabilities
 from torch_paged_attn.backends.triton.hopper.common.tma import store_rows
 
 

@@ -8,12 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.backward.work import (
-    FIELD,
-    Passing,
-    claim_tiles,
-)
-from torch_paged_attn.backends.triton.hopper.common.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.backward.work import FIELD, Passing, claim_tiles
+from torch_paged_attn.backends.triton.hopper.common.tma import load_fill, load_rows
 
 
 @gluon.jit
@@ -27,16 +23,6 @@ def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.const
     for i in gl.static_range(CONSUMERS):
         box = pipeline.tiles.index(tile % OPTIONS.STAY_STAGES * CONSUMERS + i)
         load_rows(desc, start, size, first + i * OPTIONS.STAY, head, barrier, box)
-
-
-@gluon.jit
-def _load_passing(desc, pipeline, n, start, size, first, head):
-    """Load fill n: rows from `first` on, of a sequence that begins at row `start` and has `size`
-    rows."""
-    pipeline.producer_acquire(n)
-    barrier = pipeline.full_barrier(n)
-    mbarrier.expect(barrier, desc.block_type.nbytes)
-    load_rows(desc, start, size, first, head, barrier, pipeline.tile(n))
 
 
 @gluon.jit
@@ -61,7 +47,7 @@ def _load_queries_and_keys(n, tile, at, passing, params, pipelines, OPTIONS: gl.
     kv_head = at.head // OPTIONS.GROUP_SIZE
     for m in range(passing.steps):
         key = passing.first + m * OPTIONS.PASS
-        _load_passing(params.k_desc, pipelines.k, n, at.k_start, at.key_len, key, kv_head)
+        load_fill(params.k_desc, pipelines.k, n, at.k_start, at.key_len, key, kv_head)
         n += 1
     return n
 
@@ -89,6 +75,6 @@ def load_gradients_and_values(
     kv_head = head // OPTIONS.GROUP_SIZE
     for m in range(steps):
         key = first + m * OPTIONS.PASS
-        _load_passing(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head)
+        load_fill(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head)
         n += 1
     return n

@@ -8,10 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from torch_paged_attn.backends.triton.hopper.backward.arguments import (
-    BackwardParams,
-    BackwardSizes,
-)
+from torch_paged_attn.backends.triton.hopper.backward.arguments import BackwardParams, BackwardSizes
 from torch_paged_attn.backends.triton.hopper.backward.dkdv import work_on_keys
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_hdim256 import work_on_split_keys
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_producer import (
@@ -21,10 +18,7 @@ from torch_paged_attn.backends.triton.hopper.backward.dkdv_producer import (
     produce_queries,
 )
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import KeyPipelines
-from torch_paged_attn.backends.triton.hopper.backward.dq import (
-    QueryPipelines,
-    consume_queries,
-)
+from torch_paged_attn.backends.triton.hopper.backward.dq import QueryPipelines, consume_queries
 from torch_paged_attn.backends.triton.hopper.backward.dq_producer import (
     load_gradients_and_values,
     produce_queries_and_keys,

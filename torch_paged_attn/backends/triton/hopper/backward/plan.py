@@ -24,26 +24,13 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
 from torch_paged_attn.backends.triton.common.key_tiles import KeyTiles
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardOptions,
     BackwardPointers,
     BackwardScalars,
 )
-from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import (
-    UNCUT,
-    Lengths,
-    TileOptions,
-    most_tiles,
-    plan_tile_list,
-)
-from torch_paged_attn.backends.triton.hopper.support import (
-    OF_LISTS,
-    columns_of,
-    is_bound,
-    is_misaligned,
-    width_of,
-)
-from torch_paged_attn.backends.triton.hopper.support import unsupported as forward_unsupported
+from torch_paged_attn.backends.triton.hopper.schedule import tile_scheduler
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -86,13 +73,13 @@ class Configs:
 def unsupported(call: BackwardCall) -> str | None:
     """Why a call cannot take these kernels; None if it can."""
     forward = call.forward
-    if (reason := forward_unsupported(forward)) is not None:
+    if (reason := support.unsupported(forward)) is not None:
         return reason
-    if (lacked := lacking(forward, OF_LISTS)) is not None:
+    if (lacked := lacking(forward, support.OF_LISTS)) is not None:
         return f"it has no {lacked}"
     if forward.block_table is not None or forward.layout is not None:
         return "it has no backward through pages or layouts"
-    widths = width_of(forward.head_dim), width_of(forward.head_dim_v)
+    widths = support.width_of(forward.head_dim), support.width_of(forward.head_dim_v)
     if widths not in ((64, 64), (128, 128), (256, 256), (256, 128)):
         return f"head_dim is {forward.head_dim}, head_dim_v {forward.head_dim_v}"
     if forward.total_q == 0:
@@ -105,15 +92,15 @@ def choose_configs(call: BackwardCall) -> Configs:
     from torch_paged_attn.backends.triton.hopper.common.tma import HAS_ADD
 
     forward = call.forward
-    width, width_v = width_of(forward.head_dim), width_of(forward.head_dim_v)
+    width, width_v = support.width_of(forward.head_dim), support.width_of(forward.head_dim_v)
     dq, dk, dv, *_ = call.wanted
     mean_length = forward.total_q // max(forward.batch, 1)
     one_pass = None
     if not call.deterministic and dq and (dk or dv):
-        has_window = is_bound(forward.window_size_left)
+        has_window = support.is_bound(forward.window_size_left)
         one_pass = choose_one_pass_config(width, mean_length, has_window)
     if one_pass is None:
-        columns = columns_of(forward.head_dim)
+        columns = support.columns_of(forward.head_dim)
         queries = choose_queries_config(width, width_v, columns, mean_length)
         return Configs(choose_keys_config(width, width_v, columns), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
@@ -130,8 +117,10 @@ def _is_apart(call: AttentionCall) -> bool:
     """Whether tiles all of whose keys exist get code of their own, without a mask. A call without
     windows needs it: there the compiler masks each tile, and branches around the mask only where
     there is a window. At head_dim 128 the mask costs nothing."""
-    is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
-    return is_full and width_of(call.head_dim) == 64
+    is_full = not support.is_bound(call.window_size_left) and not support.is_bound(
+        call.window_right
+    )
+    return is_full and support.width_of(call.head_dim) == 64
 
 
 def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOptions:
@@ -139,12 +128,12 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
     return BackwardOptions(
         TILE=rows_of(config),
         STAY=STAY,
-        WIDTH=width_of(call.head_dim),
-        WIDTH_V=width_of(call.head_dim_v),
-        COLUMNS=columns_of(call.head_dim),
+        WIDTH=support.width_of(call.head_dim),
+        WIDTH_V=support.width_of(call.head_dim_v),
+        COLUMNS=support.columns_of(call.head_dim),
         GROUP_SIZE=call.group_size,
-        HAS_LEFT=is_bound(call.window_size_left),
-        HAS_RIGHT=is_bound(call.window_right),
+        HAS_LEFT=support.is_bound(call.window_size_left),
+        HAS_RIGHT=support.is_bound(call.window_right),
         IS_CAUSAL=call.window_right == 0,
         HAS_SOFTCAP=call.softcap > 0.0,
         IS_APART=_is_apart(call),
@@ -164,8 +153,8 @@ def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
         heads=heads,
         stride_alibi_batch=alibi_strides[0],
         stride_alibi_head=alibi_strides[1],
-        window_left=call.window_size_left if is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if is_bound(call.window_right) else 0,
+        window_left=call.window_size_left if support.is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if support.is_bound(call.window_right) else 0,
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
@@ -204,7 +193,7 @@ class _Kernel:
         self.options = options_of(call, config)
         target, total_k = target_of(call.q.device), call.k.shape[0]
         rows, heads = (total_k, call.num_kv_heads) if of_keys else (call.total_q, call.num_heads)
-        units = most_tiles(rows, call.batch, self.options.TILE, False) * heads
+        units = tile_scheduler.most_tiles(rows, call.batch, self.options.TILE, False) * heads
         self.launch = Launch(
             kernel,
             (min(units, target.multiprocessors),),
@@ -274,15 +263,15 @@ class _QueriesKernel(_Kernel):
         super().__init__(
             _hopper_backward_queries_kernel, forward, config, of_keys=False, is_beside=is_beside
         )
-        tile_options = TileOptions(
+        tile_options = tile_scheduler.TileOptions(
             IS_PAGED=False,
             IS_CAUSAL=forward.window_right == 0,
             IS_ALIGNED=False,
             TOKENS=self.options.TILE,
             BLOCK_N=passing,
-            **UNCUT,
+            **tile_scheduler.UNCUT,
         )
-        self.list_tiles = plan_tile_list(
+        self.list_tiles = tile_scheduler.plan_tile_list(
             forward.batch, forward.total_q, forward.k.shape[0], tile_options, forward.q.device
         )
         width, width_v = self.options.WIDTH, self.options.WIDTH_V
@@ -307,7 +296,7 @@ def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
     dq and cu_seqlens_q."""
     from torch_paged_attn.backends.triton.hopper.backward.finish_sums import _finish_sums_kernel
 
-    device, width = call.q.device, width_of(call.head_dim)
+    device, width = call.q.device, support.width_of(call.head_dim)
     tiles = _statistics_tiles(call)
     finish = Launch(
         _finish_sums_kernel,
@@ -326,7 +315,7 @@ def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
 
 def _must_copy(dout: Tensor) -> bool:
     """Whether the accelerator cannot address dout: it may be expanded, or have any strides."""
-    return dout.stride(-1) != 1 or is_misaligned(dout, dout.dim() - 1)
+    return dout.stride(-1) != 1 or support.is_misaligned(dout, dout.dim() - 1)
 
 
 def _copy(dout: Tensor) -> Tensor:
@@ -372,7 +361,7 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         if wants_dsinks and sink_parts is not None:
             made[4] = sink_parts.sum(1).neg_()
         dq = made[0] if wants_dq else spare[0]()
-        query_list = queries and queries.list_tiles(Lengths(*lengths))
+        query_list = queries and queries.list_tiles(tile_scheduler.Lengths(*lengths))
         sums = None
         if new_sums is not None:
             sums = new_sums()

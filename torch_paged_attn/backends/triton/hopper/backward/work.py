@@ -11,12 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipeline
-from torch_paged_attn.backends.triton.hopper.common.work_info import (
-    Names,
-    new_work_info,
-    thread_barrier,
-)
+from torch_paged_attn.backends.triton.common.names import Names
+from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipeline, new_barriers
+from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info, thread_barrier
 from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTRY
 
 # STEPS: tiles that pass by, from row FIRST_PASS on, for each head that the tile meets; -1: there is
@@ -42,10 +39,7 @@ def new_claims(READERS: gl.constexpr):
     """Room for the numbers of tiles, and a pipeline for it: its fills are tiles, its consumers the
     READERS partitions of warps that read the numbers."""
     info = new_work_info(TILES_KNOWN)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    read = gl.allocate_shared_memory(gl.int64, [TILES_KNOWN, 1], barrier)
-    for i in gl.static_range(TILES_KNOWN):
-        mbarrier.init(read.index(i), count=READERS)
+    read = new_barriers(TILES_KNOWN, READERS)
     return info, Pipeline(info.words, info.published, read, TILES_KNOWN)
 
 

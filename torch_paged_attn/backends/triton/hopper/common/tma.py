@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_paged_attn.backends.triton.runtime.launcher import fill_less
@@ -193,6 +193,15 @@ def load_rows(desc, start, size, row, head, barrier, smem, column=0):
     the bytes that the barrier expects."""
     at = [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column]
     async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def load_fill(desc, pipeline, n, start, size, row, head):
+    """Load a box as fill n of a pipeline, once there is room for it; see `load_rows`."""
+    pipeline.producer_acquire(n)
+    barrier = pipeline.full_barrier(n)
+    mbarrier.expect(barrier, desc.block_type.nbytes)
+    load_rows(desc, start, size, row, head, barrier, pipeline.tile(n))
 
 
 @gluon.jit

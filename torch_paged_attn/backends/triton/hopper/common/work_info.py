@@ -7,17 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from torch_paged_attn.backends.triton.common.names import Names
+from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+
 # its name until Triton 3.6, and later
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-
-
-class Names(gl.constexpr):
-    """A named tuple whose fields a kernel names: a constant that is part of the kernel's key."""
-
-    def __getattr__(self, name):
-        if name.startswith("_") or name == "value":
-            raise AttributeError(name)
-        return getattr(self.value, name)
 
 
 # the words of a tile. No tiles of keys: the work is done. KV_STOP is one past the last tile of
@@ -77,8 +71,4 @@ def new_work_info(STAGES: gl.constexpr):
     """Room for the words of STAGES tiles."""
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], word)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    published = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(published.index(i), count=1)
-    return WorkInfo(words, published, STAGES)
+    return WorkInfo(words, new_barriers(STAGES, 1), STAGES)

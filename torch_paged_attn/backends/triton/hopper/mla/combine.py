@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.seqlen_info import key_span, query_span
 from torch_paged_attn.backends.triton.common.softmax import finite_or_zero, with_sink
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaSizes
+from torch_paged_attn.backends.triton.hopper.mla.shares import lengths_of
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
 # sequences whose lengths are loaded together
@@ -40,13 +40,7 @@ class TokenParts(NamedTuple):
 def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
     """Of sequences b: first query, number of queries, and units of work of one tile of queries, as
     `shares.py` counts them."""
-    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
-    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
-    _, key_len = key_span(
-        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
-        sizes.max_keys, OPTIONS.PAGE_SIZE > 0,
-    )  # fmt: skip
-    query_len = tl.where(b <= sizes.batch, tl.maximum(q_stop - q_start, 0), 0)
+    q_start, query_len, _, key_len = lengths_of(b, pointers, sizes, OPTIONS)
     return q_start, query_len, tl.maximum(tl.cdiv(key_len, OPTIONS.UNIT_KEYS), 1)
 
 
@@ -117,7 +111,6 @@ def _hopper_mla_combine_kernel(
     tiles that one program did alone are left as they are. Sizes come one by one, as in
     `kernel.py`."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
-    HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     row = tl.program_id(0)
     # lengths may be read before the first kernel ends: it does not write them
@@ -137,7 +130,7 @@ def _hopper_mla_combine_kernel(
     before -= units * tl.cdiv(query_len, TOKENS)
     token = row - q_start
     first_unit = before + token // TOKENS * units
-    groups = tl.minimum(programs // HEAD_TILES, total)
+    groups = tl.minimum(programs // OPTIONS.HEAD_TILES, total)
     first = _group_of(first_unit, groups, total)
     parts = _group_of(first_unit + units - 1, groups, total) - first + 1
     # also where there is nothing to add up: the next kernel waits for this one only, which must

@@ -136,6 +136,41 @@ def first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: g
 
 
 @gluon.jit
+def next_scores(n, start, zeros, acc, shrink, pipelines, OPTIONS: gl.constexpr):
+    """The next pair and its first key, and the scores of its first block, which are asked for
+    before the products with values of pair n's second block end; and the sums with these values."""
+    keys = pipelines.k
+    acc = rescale(acc, shrink)
+    pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
+    n += 1
+    start += 2 * KEYS
+    s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+    acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
+    keys.release(3)
+    s = add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
+    return n, start, warpgroup_mma_wait(0, deps=[s]), acc
+
+
+@gluon.jit
+def second_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
+    """From the scores of the second block of pair n to the sums with both blocks' values."""
+    keys = pipelines.k
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    # this product runs while the softmax below is computed
+    pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
+    p, m_i, l_i, shrink = probabilities(s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 1)
+    p = p.to(keys.halves.dtype)
+    send_block(n, p, m_i, shrink, pipelines, 1)
+    acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+    keys.release(1)
+    p = gl.convert_layout(p, operand)
+    pending = warpgroup_mma(p, keys.half(n, 2), rescale(acc, shrink), is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[pending])
+    keys.release(2)
+    return m_i, l_i, acc
+
+
+@gluon.jit
 def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
     """The first consumer's work on `pairs` pairs of blocks, from pair n and key `start` on: it
     computes the scores of the first block of each pair. Returns the number of the pair after them,
@@ -150,16 +185,7 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
     )
     for _ in range(1, pairs):
-        # the next pair's scores are asked for before the products of this pair's second block end
-        acc = rescale(acc, shrink)
-        pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
-        n += 1
-        start += 2 * KEYS
-        s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
-        acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
-        keys.release(3)
-        s = add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
-        s = warpgroup_mma_wait(0, deps=[s])
+        n, start, s, acc = next_scores(n, start, zeros, acc, shrink, pipelines, OPTIONS)
         m_i, l_i, acc, shrink = first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
         )
@@ -174,8 +200,6 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
 def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
     """The same for the second consumer, which computes the scores of each pair's second block."""
     scores: gl.constexpr = m_i.type.layout.parent
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
     start += KEYS
     for _ in range(pairs):
@@ -185,19 +209,7 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
         l_i = scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])
         acc = rescale(acc, shrink)
-        # this product runs while the softmax below is computed
-        pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
-        p, m_i, l_i, shrink = probabilities(
-            s, n, start, m_i, l_i, rows, params, pipelines, OPTIONS, 1
-        )
-        p = p.to(keys.halves.dtype)
-        send_block(n, p, m_i, shrink, pipelines, 1)
-        acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-        keys.release(1)
-        p = gl.convert_layout(p, operand)
-        pending = warpgroup_mma(p, keys.half(n, 2), rescale(acc, shrink), is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[pending])
-        keys.release(2)
+        m_i, l_i, acc = second_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS)
         start += 2 * KEYS
         n += 1
     return n, m_i, l_i, acc

@@ -11,39 +11,14 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.mla import work
 from torch_paged_attn.backends.triton.hopper.mla.arguments import (
     MlaOptions,
     MlaPointers,
     MlaScalars,
 )
-from torch_paged_attn.backends.triton.hopper.mla.work import (
-    BESIDE_8_BITS,
-    HEAD_DIM,
-    HEAD_DIM_V,
-    READ_BY_ADDRESS,
-    combine_launch,
-    keys_of,
-    options_of,
-    part_elements,
-    programs_of,
-    sizes_of,
-)
-from torch_paged_attn.backends.triton.hopper.support import (
-    DESCALES,
-    IN_8_BITS,
-    IN_16_BITS,
-    LACKS,
-    LEAST_BOX,
-    LEAST_SCALE,
-    NOT_CARRIED,
-    OF_LISTS,
-    converts,
-    is_bound,
-    is_misaligned,
-    key_bound,
-    unsupported_device,
-)
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
 
@@ -61,33 +36,40 @@ def unsupported(call: AttentionCall) -> str | None:
     keys follows from addresses, so it is seen when a call is run.
     """
     q, k, v = call.q, call.k, call.v
-    if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (HEAD_DIM, HEAD_DIM_V, 1):
+    if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (work.HEAD_DIM, work.HEAD_DIM_V, 1):
         return "it is no latent attention"
-    if (reason := unsupported_device(q.device)) is not None:
+    if (reason := support.unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in IN_16_BITS or k.dtype not in (q.dtype, *IN_8_BITS):
+    if q.dtype not in support.IN_16_BITS or k.dtype not in (q.dtype, *support.IN_8_BITS):
         return f"q is {q.dtype} and k is {k.dtype}"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     if k.stride() != v.stride() or call.layout is not None:
         return "the values do not lie as the keys do"
-    for name in (*NOT_CARRIED, *(() if converts(call) else DESCALES), "alibi_slopes", "sinks"):
+    for name in (
+        *support.NOT_CARRIED,
+        *(() if support.converts(call) else support.DESCALES),
+        "alibi_slopes",
+        "sinks",
+    ):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0 or call.softcap:
         return "it has no dropout_p and no softcap"
-    if (lacked := lacking(call, (*LACKS, *OF_LISTS))) is not None:
+    if (lacked := lacking(call, (*support.LACKS, *support.OF_LISTS))) is not None:
         return f"it has no {lacked}"
-    if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
+    if support.is_bound(call.window_size_left) or (
+        call.window_right and support.is_bound(call.window_right)
+    ):
         return "it has no windows"
-    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+    if not support.LEAST_SCALE <= call.scale <= 1.0 / support.LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
     if call.block_table is not None:
-        if call.page_size % LEAST_BOX:
-            return f"page_size is {call.page_size}, not a multiple of {LEAST_BOX}"
+        if call.page_size % support.LEAST_BOX:
+            return f"page_size is {call.page_size}, not a multiple of {support.LEAST_BOX}"
         if k.stride(2) <= 0 or k.stride(0) % k.stride(2):
             return "pages do not lie a whole number of slots apart"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k)) or 0 in k.shape:
+    if any(support.is_misaligned(x, x.dim() - 1) for x in (q, k)) or 0 in k.shape:
         return "q or k is not aligned to 16 bytes"
     return None
 
@@ -98,7 +80,7 @@ def unprofitable(call: AttentionCall) -> str | None:
         return f"sequences have more than {MOST_QUERIES} queries on average"
     if call.total_q * call.num_heads < LEAST_ROWS * call.batch:
         return f"sequences have fewer than {LEAST_ROWS} rows on average"
-    if key_bound(call) < LEAST_KEYS:
+    if support.key_bound(call) < LEAST_KEYS:
         return f"a sequence has room for fewer than {LEAST_KEYS} keys"
     return None
 
@@ -133,10 +115,10 @@ def scalars_of(call: AttentionCall) -> MlaScalars:
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
     )
-    if not converts(call):
+    if not support.converts(call):
         return scalars
     # descales are one number, or (batch, 1): one for each sequence and the KV head
-    given = [getattr(call, name) for name in DESCALES]
+    given = [getattr(call, name) for name in support.DESCALES]
     strides = [0 if x is None or x.dim() < 2 else x.stride(0) for x in given]
     return scalars._replace(
         q_token=call.q.stride(0),
@@ -159,9 +141,9 @@ def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map 
     """The kernel's tensor maps for a result like `out`; None for one that it does not take."""
     from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
 
-    k, width = keys_of(call), BOX if converts(call) else HALF // options.COLUMN_BOXES
+    k, width = work.keys_of(call), BOX if support.converts(call) else HALF // options.COLUMN_BOXES
     of_keys = [("k", ragged_rows(k, options.BOX_ROWS, 1, x)) for x in (width, ROPE)]
-    if converts(call):
+    if support.converts(call):
         return [None, None, *(Map(i, *x) for i, x in enumerate(of_keys)), None]
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
     of_queries = [("q", ragged_rows(call.q, **rows, width=x)) for x in (HALF, ROPE)]
@@ -169,39 +151,25 @@ def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map 
     return [Map(i, *x) for i, x in enumerate(of_all)]
 
 
-def _latent_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
-    """The launch of the first kernel."""
-    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
-
-    # two programs of eight warps each share a multiprocessor's registers
-    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
-    return Launch(
-        _hopper_mla_fwd_kernel,
-        (programs,),
-        **sizes_of(call)._asdict(),
-        scalars=scalars_of(call),
-        OPTIONS=options,
-        num_warps=4,
-        launch_pdl=True,
-        **most,
-    )
-
-
 def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     """A function that launches the kernels for calls like this one. It takes the given tensors,
     their addresses or None, and the tensors for results: one like `out`, and its lse."""
-    options = options_of(call)
-    programs = programs_of(call, options)
-    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
-    launch, maps = _latent_launch(call, options, programs), _maps_of(call, out, options)
-    combine = combine_launch(call, options, programs)
+    from torch_paged_attn.backends.triton.hopper.mla.kernel import _hopper_mla_fwd_kernel
+
+    options = work.options_of(call)
+    programs = work.programs_of(call, options)
+    new_parts = Allocation((work.part_elements(programs, options),), torch.float32, call.q.device)
+    kernel, sizes = _hopper_mla_fwd_kernel, work.sizes_of(call)
+    launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
+    maps = _maps_of(call, out, options)
+    combine = work.combine_launch(call, options, programs)
     # behind the given tensors, `start` puts None for one that is not given, and the result
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
-    by_address = BESIDE_8_BITS if converts(call) else ("",) * len(BESIDE_8_BITS)
-    taken = (*READ_BY_ADDRESS, *by_address)
+    by_address = work.BESIDE_8_BITS if support.converts(call) else ("",) * len(work.BESIDE_8_BITS)
+    taken = (*work.READ_BY_ADDRESS, *by_address)
     pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
-    count = len(READ_BY_ADDRESS)
+    count = len(work.READ_BY_ADDRESS)
 
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts, to = new_parts(), out.data_ptr()

@@ -8,6 +8,8 @@ the same units, each for another tile of heads, so that they read the same keys 
 
 from typing import Any, NamedTuple
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,19 +20,18 @@ from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, threa
 LOOKED_AT = gl.constexpr(128)
 
 
-@gluon.jit
-def _lengths_of(b, params, OPTIONS: gl.constexpr):
+@triton.jit
+def lengths_of(b, pointers, sizes, OPTIONS: tl.constexpr):
     """Of sequences b: first query, number of queries, first packed key, and number of keys. The
     rows past the last sequence are one more, without keys."""
-    pointers, sizes = params.pointers, params.sizes
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     # rows nobody checked must not lead outside the tensors
-    q_start, q_stop = gl.maximum(q_start, 0), gl.minimum(q_stop, sizes.total_q)
+    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
     k_start, key_len = key_span(
         b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
         sizes.max_keys, OPTIONS.PAGE_SIZE > 0,
     )  # fmt: skip
-    query_len = gl.where(b <= sizes.batch, gl.maximum(q_stop - q_start, 0), 0)
+    query_len = tl.where(b <= sizes.batch, tl.maximum(q_stop - q_start, 0), 0)
     return q_start, query_len, k_start, key_len
 
 
@@ -50,7 +51,7 @@ def _units_from(b0, params, OPTIONS: gl.constexpr):
     """Units of all tiles of each of the LOOKED_AT sequences from b0 on, and their numbers."""
     layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [gl.num_warps()], [0])
     b = b0 + gl.arange(0, LOOKED_AT, layout)
-    _, query_len, _, key_len = _lengths_of(b, params, OPTIONS)
+    _, query_len, _, key_len = lengths_of(b, params.pointers, params.sizes, OPTIONS)
     return (query_len + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS * _units_of(key_len, OPTIONS), b
 
 
@@ -128,7 +129,9 @@ def tile_of(share, params, OPTIONS: gl.constexpr):
     """The tile of a share's next unit, and its context_len; `units` is 0 if the sequence has no
     queries."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
-    q_start, query_len, k_start, key_len = _lengths_of(share.b, params, OPTIONS)
+    q_start, query_len, k_start, key_len = lengths_of(
+        share.b, params.pointers, params.sizes, OPTIONS
+    )
     units_of_tile = _units_of(key_len, OPTIONS)
     tiles = (query_len + TOKENS - 1) // TOKENS
     first = share.offset % units_of_tile

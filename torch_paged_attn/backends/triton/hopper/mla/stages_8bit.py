@@ -68,40 +68,23 @@ class StoredKeys:
         mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
 
 
-@aggregate
-class SplitQueries:
+class SplitQueries(NamedTuple):
     """A tile of queries as float16: [0] has the even columns, [1] the odd ones."""
 
-    latent: gl.shared_memory_descriptor  # (2, ROWS, LATENT / 2)
-    rope: gl.shared_memory_descriptor  # (2, ROWS, ROPE / 2)
-
-    @gluon.constexpr_function
-    def __init__(self, latent, rope):
-        self.latent = latent
-        self.rope = rope
+    latent: Any  # (2, ROWS, LATENT / 2)
+    rope: Any  # (2, ROWS, ROPE / 2)
 
 
-@aggregate
-class SharedRows:
+class SharedRows(NamedTuple):
     """What consumers of the same rows of queries share. Each barrier is one for each consumer."""
 
-    p: gl.shared_memory_descriptor  # probabilities (CONSUMERS * KEYS / SLICE * ROWS, SLICE) float16
-    rows: gl.shared_memory_descriptor  # maxima of a block, at last sums (CONSUMERS, ROWS) float32
-    factors: gl.shared_memory_descriptor  # factors of scores (ROWS,) float32
-    ready: gl.shared_memory_descriptor  # barriers: a consumer's share of the queries is there
-    found: gl.shared_memory_descriptor  # the same: its maxima are there
-    sent: gl.shared_memory_descriptor  # the same: its probabilities are there
-    ended: gl.shared_memory_descriptor  # the same: its sums are there
-
-    @gluon.constexpr_function
-    def __init__(self, p, rows, factors, ready, found, sent, ended):
-        self.p = p
-        self.rows = rows
-        self.factors = factors
-        self.ready = ready
-        self.found = found
-        self.sent = sent
-        self.ended = ended
+    p: Any  # probabilities (CONSUMERS * KEYS / SLICE * ROWS, SLICE) float16
+    rows: Any  # maxima of a block, at last sums (CONSUMERS, ROWS) float32
+    factors: Any  # factors of scores (ROWS,) float32
+    ready: Any  # barriers: a consumer's share of the queries is there
+    found: Any  # the same: its maxima are there
+    sent: Any  # the same: its probabilities are there
+    ended: Any  # the same: its sums are there
 
 
 class BytesPipelines(NamedTuple):

@@ -9,16 +9,11 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import PAIRED
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaOptions, MlaSizes
-from torch_paged_attn.backends.triton.hopper.support import (
-    DESCALES,
-    converts,
-    key_bound,
-    mean_length,
-)
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 
 # columns of keys; the first 512 are the values
 HEAD_DIM, HEAD_DIM_V = 576, 512
@@ -35,7 +30,7 @@ READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
 # and beside keys of 8 bits, in the order of the fields behind the parts
-BESIDE_8_BITS = ("q", "out", *DESCALES)
+BESIDE_8_BITS = ("q", "out", *support.DESCALES)
 
 # keys of a block
 KEYS = 64
@@ -64,9 +59,9 @@ OF_MANY_ROWS = Form(32, 1, 2, 2, 216)
 
 def form_of(call: AttentionCall) -> Form:
     """The form for the rows of a sequence of mean length."""
-    if not converts(call):
+    if not support.converts(call):
         return OF_16_BITS
-    rows = next_power_of_2(call.num_heads) * mean_length(call)
+    rows = next_power_of_2(call.num_heads) * support.mean_length(call)
     return next((FORMS[n] for n in sorted(FORMS) if n >= rows), OF_MANY_ROWS)
 
 
@@ -83,12 +78,12 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, KEYS) if page_size else KEYS,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=form.registers,
-        COLUMN_BOXES=1 if converts(call) else COLUMN_BOXES,
+        COLUMN_BOXES=1 if support.converts(call) else COLUMN_BOXES,
         ROWS=form.rows,
         UNIT_KEYS=KEYS * form.consumers,
         PROGRAMS=form.programs,
         CONSUMERS=form.consumers,
-        FORMAT=PAIRED[call.k.dtype] if converts(call) else "",
+        FORMAT=PAIRED[call.k.dtype] if support.converts(call) else "",
         STAGES=form.stages,
     )
 
@@ -104,7 +99,7 @@ def sizes_of(call: AttentionCall) -> MlaSizes:
         num_pages=call.k.shape[0],
         batch=call.batch,
         total_q=call.total_q,
-        max_keys=min(key_bound(call), 2**31 - 1),
+        max_keys=min(support.key_bound(call), 2**31 - 1),
         stride_table=0 if call.block_table is None else call.block_table.stride(0),
     )
 
@@ -154,21 +149,46 @@ def part_elements(programs: int, options: MlaOptions) -> int:
     return 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
 
 
+def first_launch(kernel: Any, programs: int, options: Any, sizes: Any, scalars: Any) -> Launch:
+    """The launch of a kernel that visits keys. Programs of eight warps that a multiprocessor has
+    room for share its registers."""
+    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
+    return Launch(
+        kernel,
+        (programs,),
+        **sizes._asdict(),
+        scalars=scalars,
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+        **most,
+    )
+
+
+def second_launch(
+    kernel: Any, tokens: int, shares: tuple[int, int, int], programs: int, call: AttentionCall,
+    options: Any, sizes: Any,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel that adds up parts of so many tokens. `shares`: see `shares_of`."""
+    heads, _, columns = shares
+    return Launch(
+        kernel,
+        (tokens, cdiv(call.num_heads, heads), HEAD_DIM_V // columns),
+        **sizes._asdict(),
+        num_heads=call.num_heads,
+        programs=programs,
+        OPTIONS=options,
+        SHARES=shares,
+        num_warps=4,
+        **dependent_launch(target_of(call.q.device).overlaps_launches),
+    )
+
+
 def combine_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
     """The launch of the second kernel. It is called with `out` and the pointers of the first one,
     which has `programs` programs."""
     from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
 
-    heads, at_a_time, columns = shares_of_combine(call, options, programs)
-    more: dict[str, Any] = dependent_launch(target_of(call.q.device).overlaps_launches)
-    return Launch(
-        _hopper_mla_combine_kernel,
-        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
-        **sizes_of(call)._asdict(),
-        num_heads=call.num_heads,
-        programs=programs,
-        OPTIONS=options,
-        SHARES=(heads, at_a_time, columns),
-        num_warps=4,
-        **more,
-    )
+    shares = shares_of_combine(call, options, programs)
+    kernel, sizes = _hopper_mla_combine_kernel, sizes_of(call)
+    return second_launch(kernel, call.total_q, shares, programs, call, options, sizes)

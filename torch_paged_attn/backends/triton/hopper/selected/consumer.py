@@ -23,10 +23,10 @@ from torch_paged_attn.backends.triton.hopper.mla.consumer import (
     add_rest_of_scores,
     all_sums,
     first_values,
-    probabilities,
+    next_scores,
     receive_block,
     scale_sums,
-    send_block,
+    second_values,
     store_part,
 )
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROWS
@@ -97,46 +97,19 @@ def _first_blocks(n, pairs, s, m_i, l_i, acc, params, pipelines, OPTIONS: gl.con
     """The first consumer's work on `pairs` pairs of blocks, from pair n on, whose first scores are
     `s`; the products with values of the last pair's second block are only asked for. Returns the
     number of the last pair, and the rows' references, partial sums, and sums of values."""
-    keys = pipelines.k
     scores: gl.constexpr = s.type.layout
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
     if pairs == 1:
         pipelines.q.release()
     m_i, l_i, acc, shrink = first_values(n, s, 0, m_i, l_i, acc, None, params, pipelines, OPTIONS)
     for i in range(1, pairs):
-        acc = rescale(acc, shrink)
-        pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
-        n += 1
-        s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
-        acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
-        keys.release(3)
-        s = add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
-        s = warpgroup_mma_wait(0, deps=[s])
+        n, _, s, acc = next_scores(n, 0, zeros, acc, shrink, pipelines, OPTIONS)
         if i == pairs - 1:
             pipelines.q.release()
         m_i, l_i, acc, shrink = first_values(
             n, s, 0, m_i, l_i, acc, None, params, pipelines, OPTIONS
         )
     return n, m_i, l_i, rescale(acc, shrink)
-
-
-@gluon.jit
-def _second_values(n, s, m_i, l_i, acc, params, pipelines, OPTIONS: gl.constexpr):
-    """From the scores of the second block of pair n to the sums with both blocks' values."""
-    keys = pipelines.k
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    # this product runs while the softmax below is computed
-    pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
-    p, m_i, l_i, shrink = probabilities(s, n, 0, m_i, l_i, None, params, pipelines, OPTIONS, 1)
-    p = p.to(keys.halves.dtype)
-    send_block(n, p, m_i, shrink, pipelines, 1)
-    acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-    keys.release(1)
-    p = gl.convert_layout(p, operand)
-    pending = warpgroup_mma(p, keys.half(n, 2), rescale(acc, shrink), is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[pending])
-    keys.release(2)
-    return m_i, l_i, acc
 
 
 @gluon.jit
@@ -150,7 +123,7 @@ def _second_blocks(n, pairs, s, m_i, l_i, acc, params, pipelines, OPTIONS: gl.co
     m_i, shrink = receive_block(n, m_i, pipelines, 1)
     l_i = scale_sums(l_i, shrink)
     acc = rescale(acc, shrink)
-    m_i, l_i, acc = _second_values(n, s, m_i, l_i, acc, params, pipelines, OPTIONS)
+    m_i, l_i, acc = second_values(n, s, 0, m_i, l_i, acc, None, params, pipelines, OPTIONS)
     n += 1
     for i in range(1, pairs):
         s = add_half_of_scores(zeros, n, pipelines, OPTIONS, 2)
@@ -161,7 +134,7 @@ def _second_blocks(n, pairs, s, m_i, l_i, acc, params, pipelines, OPTIONS: gl.co
         if i == pairs - 1:
             pipelines.q.release()
         acc = rescale(acc, shrink)
-        m_i, l_i, acc = _second_values(n, s, m_i, l_i, acc, params, pipelines, OPTIONS)
+        m_i, l_i, acc = second_values(n, s, 0, m_i, l_i, acc, None, params, pipelines, OPTIONS)
         n += 1
     return n, m_i, l_i, acc
 

@@ -15,16 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, RESCALE_THRESHOLD, finite
-from torch_paged_attn.backends.triton.hopper.common.work_info import (
-    WORD,
-    thread_barrier,
-)
-from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
-    HALF,
-    KEYS,
-    ROPE,
-    opaque_zero,
-)
+from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
 from torch_paged_attn.backends.triton.hopper.selected.consumer import add_sink
 
 # heads of the smallest tile, which takes the time of its copies

@@ -14,16 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
-from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
-    HALF,
-    KEYS,
-    ROPE,
-    opaque_zero,
-)
-from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
-    fold_few,
-    products_layout,
-)
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
+from torch_paged_attn.backends.triton.hopper.selected.few_heads import fold_few, products_layout
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     GROUPS,
     SCALE_STAGES,
@@ -56,15 +48,15 @@ def _scores(block, n, scales, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.conste
     q = pipelines.q.rope.index(0).reshape([HEADS, ROPE]).permute((1, 0))
     s = warpgroup_mma(pipelines.ropes.tile(block), q, zeros, use_acc=False, is_async=True)
     a, b, c, d, s = warpgroup_mma_wait(0, deps=[a, b, c, d, s])
-    s += a * _scale(scales, 0, OPTIONS) + b * _scale(scales, 1, OPTIONS)
-    s += c * _scale(scales, 2, OPTIONS) + d * _scale(scales, 3, OPTIONS)
+    s += a * scale_of(scales, 0, OPTIONS) + b * scale_of(scales, 1, OPTIONS)
+    s += c * scale_of(scales, 2, OPTIONS) + d * scale_of(scales, 3, OPTIONS)
     s = pipelines.seen.hide(s, n, BLOCK, 1)
     pipelines.ropes.consumer_release(block)
     return s
 
 
 @gluon.jit
-def _scale(scales, C: gl.constexpr, OPTIONS: gl.constexpr):
+def scale_of(scales, C: gl.constexpr, OPTIONS: gl.constexpr):
     """Scales of group C of a block's keys, (KEYS, 1)."""
     return scales.slice(C, 1, dim=1).load(products_layout(OPTIONS.PACKED_HEADS))
 
@@ -83,7 +75,7 @@ def fold_converted(
     s = _scores(block, n, scales, pipelines, OPTIONS, BLOCK)
     p, m_i, l_i, shrink = fold_few(s, m_i, l_i, params)
     for i in gl.static_range(GROUPS):
-        x = (p * _scale(scales, i, OPTIONS)).to(weights.dtype)
+        x = (p * scale_of(scales, i, OPTIONS)).to(weights.dtype)
         weights.slice(i * HEADS, HEADS).store(gl.permute(x, (1, 0)))
     fence_async_shared()
     thread_barrier()

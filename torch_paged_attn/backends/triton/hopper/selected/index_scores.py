@@ -6,19 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper.selected.index_arguments import (
-    CHUNK,
-    KEYS,
-    IndexOptions,
-    IndexPointers,
-    IndexSizes,
-)
-from torch_paged_attn.backends.triton.hopper.support import (
-    IN_16_BITS,
-    LEAST_BOX,
-    is_misaligned,
-    unsupported_device,
-)
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.selected import index_arguments
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 
@@ -32,9 +21,9 @@ LEAST_TILES = 4
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
     q, k = call.q, call.k
-    if (reason := unsupported_device(q.device)) is not None:
+    if (reason := support.unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in IN_16_BITS or k.dtype != q.dtype:
+    if q.dtype not in support.IN_16_BITS or k.dtype != q.dtype:
         return f"q is {q.dtype} and k {k.dtype}"
     if call.q_descale is not None or call.k_descale is not None:
         return "it has no q_descale and k_descale"
@@ -42,11 +31,13 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"{call.group_size} heads of {call.head_dim} for each head of keys"
     if call.is_paged:
         size = call.page_size
-        if size % KEYS and (KEYS % size or size < LEAST_BOX):
+        if size % index_arguments.KEYS and (
+            index_arguments.KEYS % size or size < support.LEAST_BOX
+        ):
             return f"page_size is {size}"
         if k.stride(2) <= 0 or k.stride(0) % k.stride(2):
             return "pages do not lie a whole number of slots apart"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k)):
+    if any(support.is_misaligned(x, x.dim() - 1) for x in (q, k)):
         return "q or k is not aligned to 16 bytes"
     return None
 
@@ -58,15 +49,17 @@ def unprofitable(call: AttentionCall) -> str | None:
     return None
 
 
-def options_of(call: AttentionCall, is_relu: bool) -> IndexOptions:
+def options_of(call: AttentionCall, is_relu: bool) -> index_arguments.IndexOptions:
     """What the kernel is compiled for."""
-    return IndexOptions(
+    return index_arguments.IndexOptions(
         WIDTH=call.head_dim,
         GROUP_SIZE=call.group_size,
         GROUPS=call.num_kv_heads,
         TOKENS=COLUMNS // call.group_size,
         PAGE_SIZE=call.page_size if call.is_paged else 0,
-        BOX_ROWS=min(KEYS, call.page_size) if call.is_paged else KEYS,
+        BOX_ROWS=min(index_arguments.KEYS, call.page_size)
+        if call.is_paged
+        else index_arguments.KEYS,
         HAS_RIGHT=call.causal,
         IS_RELU=is_relu,
         CONSUMERS=CONSUMERS,
@@ -90,8 +83,8 @@ def plan_scores(
 
     options, table, k = options_of(call, is_relu), call.block_table, call.k
     pieces = cdiv(rows.stop - rows.start, options.TOKENS) * options.GROUPS
-    pieces *= cdiv(num_keys, CHUNK)
-    sizes = IndexSizes(
+    pieces *= cdiv(num_keys, index_arguments.CHUNK)
+    sizes = index_arguments.IndexSizes(
         first_row=rows.start,
         stop_row=rows.stop,
         num_keys=num_keys,
@@ -113,8 +106,8 @@ def plan_scores(
     )
 
     def start(found: dict[str, Tensor], weights: Tensor | None, scores: Tensor) -> None:
-        named = {name: found.get(name) for name in IndexPointers._fields}
-        pointers = IndexPointers(**named | {"weights": weights, "scores": scores})
+        named = {name: found.get(name) for name in index_arguments.IndexPointers._fields}
+        pointers = index_arguments.IndexPointers(**named | {"weights": weights, "scores": scores})
         launch(q_boxes.at(found["q"].data_ptr()), k_boxes.at(found["k"].data_ptr()), pointers)
 
     return start

@@ -27,10 +27,7 @@ from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
 )
 from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected.consumer import consume_lists
-from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
-    consume_few,
-    fold_block,
-)
+from torch_paged_attn.backends.triton.hopper.selected.few_heads import consume_few, fold_block
 from torch_paged_attn.backends.triton.hopper.selected.few_heads_8bit import fold_converted
 from torch_paged_attn.backends.triton.hopper.selected.pairs_8bit import consume_pairs
 from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists

@@ -21,18 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_paged_attn.backends.triton.common.dequant import decode_pairs, float16_range
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
-from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
-    HALF,
-    KEYS,
-    ROPE,
-    opaque_zero,
-)
+from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
 from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
     finish_few,
     fold_few,
     products_layout,
     thread_sums,
 )
+from torch_paged_attn.backends.triton.hopper.selected.few_heads_8bit import scale_of
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     BLOCKS,
     GROUPS,
@@ -55,12 +51,6 @@ def _by_warp():
         block_bases=[],
         shape=[64, 4],
     )
-
-
-@gluon.jit
-def _scale(scales, C: gl.constexpr, OPTIONS: gl.constexpr):
-    """Scales of group C of a block's keys, (KEYS, 1)."""
-    return scales.slice(C, 1, dim=1).load(products_layout(OPTIONS.PACKED_HEADS))
 
 
 @gluon.jit
@@ -118,14 +108,14 @@ def _scores(n, scales, factor, pipelines, split, OPTIONS: gl.constexpr, BLOCK: g
         if i > 0:
             # an operand's registers are free only when its product has ended
             done = warpgroup_mma_wait(2, deps=(before, operands[0], operands[1]))
-            s += done[0] * _scale(scales, i - 1, OPTIONS)
+            s += done[0] * scale_of(scales, i - 1, OPTIONS)
         before = x
         operands = (even, odd)
     fence_async_shared()  # products read in another way what threads have copied
     q = pipelines.q.rope.index(0).reshape([HEADS, ROPE]).permute((1, 0))
     r = warpgroup_mma(ropes.tiles.index(rope_stage), q, zeros, use_acc=False, is_async=True)
     done = warpgroup_mma_wait(1, deps=(before, operands[0], operands[1]))
-    s += done[0] * _scale(scales, GROUPS - 1, OPTIONS)
+    s += done[0] * scale_of(scales, GROUPS - 1, OPTIONS)
     s = s * gl.expand_dims(factor, 0) + warpgroup_mma_wait(0, deps=(r,))
     return pipelines.seen.hide(s, n, BLOCK, 1)
 
@@ -170,7 +160,7 @@ def _fold_block(
     enlarge, _ = float16_range(gl.max(gl.max(scales.load(_by_warp()), 1), 0))
     new_unit = gl.minimum(unit, enlarge * ROOM)
     for i in gl.static_range(GROUPS):
-        x = (p * (_scale(scales, i, OPTIONS) * new_unit)).to(gl.float16)
+        x = (p * (scale_of(scales, i, OPTIONS) * new_unit)).to(gl.float16)
         weights.slice(i * HEADS, HEADS).store(gl.permute(x, (1, 0)))
     fence_async_shared()
     thread_barrier()

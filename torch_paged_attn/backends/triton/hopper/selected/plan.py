@@ -11,30 +11,16 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.mla import work
 from torch_paged_attn.backends.triton.hopper.mla.plan import HALF, ROPE
-from torch_paged_attn.backends.triton.hopper.mla.work import (
-    HEAD_DIM,
-    HEAD_DIM_V,
-    even_groups,
-    shares_of,
-)
 from torch_paged_attn.backends.triton.hopper.selected.arguments import (
     ListOptions,
     ListPointers,
     ListScalars,
     ListSizes,
 )
-from torch_paged_attn.backends.triton.hopper.support import (
-    BLOCK_M,
-    DESCALES,
-    IN_16_BITS,
-    LEAST_SCALE,
-    UNBOUNDED,
-    is_bound,
-    is_misaligned,
-    unsupported_device,
-)
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -72,31 +58,30 @@ FEW_TOKENS = 8
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
-    q, k, v, latent, selection = call.q, call.k, call.v, call.q_latent, call.selection
-    assert selection is not None
-    rope = ROPE if latent is not None else HEAD_DIM
-    if call.num_kv_heads != 1 or call.head_dim_v != HEAD_DIM_V:
+    q, k, v, latent, selection = call.q, call.k, call.v, call.q_latent, call.lists
+    rope = ROPE if latent is not None else work.HEAD_DIM
+    if call.num_kv_heads != 1 or call.head_dim_v != work.HEAD_DIM_V:
         return "it is no latent attention"
-    if call.head_dim not in ((rope,) if latent is not None else (HEAD_DIM, HEAD_DIM_V)):
+    if call.head_dim not in ((rope,) if latent is not None else (work.HEAD_DIM, work.HEAD_DIM_V)):
         return f"head_dim is {call.head_dim}"
     if selection.select_size != 1:
         return f"select_size is {selection.select_size}"
-    if (reason := unsupported_device(q.device)) is not None:
+    if (reason := support.unsupported_device(q.device)) is not None:
         return reason
     has_scales = is_by_column(call.v_descale, v)
     if has_scales:
         if (reason := _unsupported_scales(call)) is not None:
             return reason
-    elif q.dtype not in IN_16_BITS or not k.dtype == v.dtype == q.dtype:
+    elif q.dtype not in support.IN_16_BITS or not k.dtype == v.dtype == q.dtype:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
-    for name in DESCALES:
+    for name in support.DESCALES:
         if getattr(call, name) is not None and not (has_scales and name == "v_descale"):
             return f"it has no {name}"
     if call.softcap:
         return "it has no softcap"
-    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+    if not support.LEAST_SCALE <= call.scale <= 1.0 / support.LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
     if 0 in k.shape:
         return "there are no keys"
@@ -104,9 +89,9 @@ def unsupported(call: AttentionCall) -> str | None:
     is_apart = not is_traced() and k.data_ptr() != v.data_ptr()
     if latent is None and (is_apart or not _are_one_row(call)):
         return "the values are no columns of the keys"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
+    if any(support.is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
         return "q, k or v is not aligned to 16 bytes"
-    if latent is not None and is_misaligned(latent, 2):
+    if latent is not None and support.is_misaligned(latent, 2):
         return "q_latent is not aligned to 16 bytes"
     return None
 
@@ -124,7 +109,7 @@ def _unsupported_scales(call: AttentionCall) -> str | None:
         return f"more than {FEW_HEADS} heads, with scales by column"
     if not _are_one_row(call) or _pieces(call, scales) != _pieces(call, v):
         return "rope keys, latents and scales do not lie equally far apart"
-    if scales.stride(-1) != 1 or is_misaligned(scales, scales.dim() - 1):
+    if scales.stride(-1) != 1 or support.is_misaligned(scales, scales.dim() - 1):
         return "v_descale is not aligned to 16 bytes"
     return None
 
@@ -144,17 +129,17 @@ def options_of(call: AttentionCall) -> ListOptions:
     """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
     has_scales = is_by_column(call.v_descale, call.v)
-    heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), BLOCK_M)
+    heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), support.BLOCK_M)
     form = SCALED_FORMS[heads] if has_scales else ScaledForm(0, 0, 0, 1, REGISTERS)
     return ListOptions(
         HEAD_TILES=cdiv(call.num_heads, heads),
         PAGE_SIZE=call.page_size,
         IS_SLOTS=call.is_slots,
-        HAS_LEFT=is_bound(call.window_size_left),
-        HAS_RIGHT=is_bound(call.window_right),
-        HAS_ROPE=has_latent or call.head_dim > HEAD_DIM_V,
+        HAS_LEFT=support.is_bound(call.window_size_left),
+        HAS_RIGHT=support.is_bound(call.window_right),
+        HAS_ROPE=has_latent or call.head_dim > work.HEAD_DIM_V,
         IS_ONE_ROW=_are_one_row(call),
-        ROPE_COLUMN=HEAD_DIM_V if call.head_dim == HEAD_DIM else 0,
+        ROPE_COLUMN=work.HEAD_DIM_V if call.head_dim == work.HEAD_DIM else 0,
         REGISTERS=form.registers,
         # 8 heads take the time of the copies, which barriers slow down
         COLUMN_BOXES=1 if heads == FEWEST_HEADS else COLUMN_BOXES,
@@ -170,8 +155,7 @@ def options_of(call: AttentionCall) -> ListOptions:
 
 def pairs_of(call: AttentionCall) -> int:
     """Pairs of blocks of keys of a list."""
-    assert call.selection is not None
-    return max(cdiv(call.selection.key_indices.shape[2], PAIR), 1)
+    return max(cdiv(call.lists.key_indices.shape[2], PAIR), 1)
 
 
 def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int, int]:
@@ -182,18 +166,17 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
     room = max(programs // options.HEAD_TILES, 1)
     if call.is_batch_invariant:
         return min(room, tokens), 1, 0
-    groups = room if tokens > FEW_TOKENS * room else even_groups(tokens, room)
+    groups = room if tokens > FEW_TOKENS * room else work.even_groups(tokens, room)
     groups = min(groups, tokens * pairs)
     if tokens % groups == 0:
         return groups, 1, 0
     parts = 2 * groups * options.HEAD_TILES  # two of each program
-    return groups, pairs, parts * options.ROWS * (HEAD_DIM_V + 2)
+    return groups, pairs, parts * options.ROWS * (work.HEAD_DIM_V + 2)
 
 
 def sizes_of(call: AttentionCall, units: int) -> ListSizes:
     """Numbers that differ from call to call."""
-    selection, table = call.selection, call.block_table
-    assert selection is not None
+    selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return ListSizes(
         total_q=call.total_q,
@@ -211,16 +194,14 @@ def sizes_of(call: AttentionCall, units: int) -> ListSizes:
 
 def scalars_of(call: AttentionCall) -> ListScalars:
     """Numbers that follow from the description of a call."""
-    selection = call.selection
-    assert selection is not None
-
+    selection = call.lists
     return ListScalars(
         call.num_heads,
         selection.key_indices.stride(2),
         *_pieces(call, call.v),
         *_pieces(call, call.k),
-        left=min(call.window_size_left, UNBOUNDED),
-        right=min(call.window_right, UNBOUNDED),
+        left=min(call.window_size_left, support.UNBOUNDED),
+        right=min(call.window_right, support.UNBOUNDED),
         scale_log2=call.scale * LOG2E.value,
     )
 
@@ -240,18 +221,8 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    # programs of eight warps share a multiprocessor's registers
-    most = {"maxnreg": 65536 // 256 // options.PROGRAMS} if options.PROGRAMS > 1 else {}
-    launch = Launch(
-        _hopper_selected_fwd_kernel,
-        (programs,),
-        **sizes_of(call, units)._asdict(),
-        scalars=scalars_of(call),
-        OPTIONS=options,
-        num_warps=4,
-        launch_pdl=True,
-        **most,
-    )
+    kernel, sizes = _hopper_selected_fwd_kernel, sizes_of(call, units)
+    launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
     # a tensor that is not given is the None behind the given ones
     places = {name: i for i, name in enumerate(given)}
@@ -298,19 +269,7 @@ def _combine_launch(call: AttentionCall, options: ListOptions, groups: int, unit
         _hopper_selected_combine_kernel,
     )
 
-    shares = shares_of(groups // call.total_q, call.total_q * call.num_heads)
-    grid = (
-        *(min(call.total_q, groups - 1), cdiv(call.num_heads, shares[0])),
-        HEAD_DIM_V // shares[2],
-    )
-    return Launch(
-        _hopper_selected_combine_kernel,
-        grid,
-        **sizes_of(call, units)._asdict(),
-        num_heads=call.num_heads,
-        programs=groups * options.HEAD_TILES,
-        OPTIONS=options,
-        SHARES=shares,
-        num_warps=4,
-        **dependent_launch(target_of(call.q.device).overlaps_launches),
-    )
+    shares = work.shares_of(groups // call.total_q, call.total_q * call.num_heads)
+    tokens, programs = min(call.total_q, groups - 1), groups * options.HEAD_TILES
+    kernel, sizes = _hopper_selected_combine_kernel, sizes_of(call, units)
+    return work.second_launch(kernel, tokens, shares, programs, call, options, sizes)

@@ -211,8 +211,7 @@ def _prefetch_lines(rows, params):
 @gluon.jit
 def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
     """Copy a quarter of pair n (see `mla/pipeline.py`), of keys in these rows."""
-    COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
-    AT_ONCE: gl.constexpr = HALF // BOX // COLUMN_BOXES
+    AT_ONCE: gl.constexpr = HALF // BOX // OPTIONS.COLUMN_BOXES
     COLUMN: gl.constexpr = HALF if QUARTER == 1 or QUARTER == 2 else 0
     pointers = params.pointers
     is_seen = gl.expand_dims(rows.is_seen, 1)

@@ -22,16 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.common.unit_items import (
-    BATCH,
-    COUNT,
-    FIRST,
-    HEAD,
-    IS_CUT,
-    ITEM_WORDS,
-    STOP,
-    UNIT,
-)
+from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS
 from torch_paged_attn.backends.triton.hopper.common.partitions import (
     registers_of,
     run_partitions,
@@ -39,7 +30,12 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
 )
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.softmax import finite
-from torch_paged_attn.backends.triton.hopper.common.tma import boxes, load_rows, shape_of_tiles
+from torch_paged_attn.backends.triton.hopper.common.tma import (
+    boxes,
+    load_fill,
+    load_rows,
+    shape_of_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitParams, UnitSizes
 
 # the largest number of a part is below two to this power; float16 ends at 2**16
@@ -104,12 +100,8 @@ def _load_copied(before, first_entry, count, tiles, params, queries, OPTIONS: gl
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     BLOCK_M: gl.constexpr = OPTIONS.TOKENS * GROUP_SIZE
     for t in range(tiles):
-        queries.producer_acquire(before + t)
-        barrier = queries.full_barrier(before + t)
-        mbarrier.expect(barrier, params.q_desc.block_type.nbytes)
         start, size = first_entry * GROUP_SIZE, count * GROUP_SIZE
-        box = queries.tile(before + t)
-        load_rows(params.q_desc, start, size, t * BLOCK_M, 0, barrier, box)
+        load_fill(params.q_desc, queries, before + t, start, size, t * BLOCK_M, 0)
 
 
 @gluon.jit
@@ -144,12 +136,15 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     n = 0
     before = 0  # tiles of the items before
     while item < num_items:
-        first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        head = _item_word(item, params, HEAD)
+        first_entry, count = (
+            _item_word(item, params, ITEM.FIRST),
+            _item_word(item, params, ITEM.COUNT),
+        )
+        head = _item_word(item, params, ITEM.HEAD)
         tiles = (count + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS
         if INDEX == 0:
-            unit, stop = _item_word(item, params, UNIT), _item_word(item, params, STOP)
-            b = _item_word(item, params, BATCH)
+            unit, stop = _item_word(item, params, ITEM.UNIT), _item_word(item, params, ITEM.STOP)
+            b = _item_word(item, params, ITEM.BATCH)
             first = 0
             if OPTIONS.PAGE_SIZE == 0:
                 first = gl.load(pointers.k_first + b).to(gl.int32)
@@ -233,8 +228,11 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     n = 0
     before = 0  # tiles of the items before
     while item < num_items:
-        first_entry, count = _item_word(item, params, FIRST), _item_word(item, params, COUNT)
-        unit, is_cut = _item_word(item, params, UNIT), _item_word(item, params, IS_CUT)
+        first_entry, count = (
+            _item_word(item, params, ITEM.FIRST),
+            _item_word(item, params, ITEM.COUNT),
+        )
+        unit, is_cut = _item_word(item, params, ITEM.UNIT), _item_word(item, params, ITEM.IS_CUT)
         tiles = (count + TOKENS - 1) // TOKENS
         # tiles go to the consumers in turns
         begin = (INDEX + CONSUMERS - before % CONSUMERS) % CONSUMERS

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import UnitLists, units_of
-from torch_paged_attn.backends.triton.hopper.support import (
-    DESCALES,
-    IN_16_BITS,
-    LEAST_BOX,
-    LEAST_SCALE,
-    is_bound,
-    is_misaligned,
-    unsupported_device,
-)
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.units.arguments import (
     BLOCK_M,
     MOST_ENTRIES,
@@ -57,22 +49,21 @@ MOST_BYTES = 2**31
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
-    selection, q, k, v = call.selection, call.q, call.k, call.v
-    assert selection is not None
-    if (reason := unsupported_device(q.device)) is not None:
+    selection, q, k, v = call.lists, call.q, call.k, call.v
+    if (reason := support.unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in IN_16_BITS or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in support.IN_16_BITS or not q.dtype == k.dtype == v.dtype:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
     if call.result_dtype not in (
         (q.dtype, torch.float32) if q.dtype == torch.bfloat16 else (q.dtype,)
     ):
         return f"q is {q.dtype} and out_dtype {call.result_dtype}"
-    for name in ("out_scale", "q_latent", *DESCALES):
+    for name in ("out_scale", "q_latent", *support.DESCALES):
         if getattr(call, name) is not None:
             return f"it has no {name}"
-    if call.softcap or is_bound(call.window_size_left):
+    if call.softcap or support.is_bound(call.window_size_left):
         return "it has no softcap and no window_size_left"
-    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+    if not support.LEAST_SCALE <= call.scale <= 1.0 / support.LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
     if selection.key_indices.shape[2] == 0:
         return "lists have no entries"
@@ -83,19 +74,18 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"head_dim is {call.head_dim}, head_dim_v {call.head_dim_v}"
     size = min(size, UNITS[-1])
     if call.is_paged:
-        if call.page_size % size and (size % call.page_size or call.page_size < LEAST_BOX):
+        if call.page_size % size and (size % call.page_size or call.page_size < support.LEAST_BOX):
             return f"page_size is {call.page_size}"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
+    if any(support.is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
     return None
 
 
 def unprofitable(call: AttentionCall) -> str | None:
     """Why a call that can take this kernel should not; None if it should."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     if call.is_batch_invariant:
         return "which kernel it takes would depend on the other sequences"
     sequences = 1 if call.is_slots else max(call.batch, 1)
@@ -120,8 +110,7 @@ def most_entries(group_size: int) -> int:
 
 def options_of(call: AttentionCall) -> UnitOptions:
     """What the kernel is compiled for."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     size = selection.select_size
     is_copied = call.group_size < LEAST_ROWS
     return UnitOptions(
@@ -144,8 +133,7 @@ def options_of(call: AttentionCall) -> UnitOptions:
 
 def _in_units(call: AttentionCall) -> AttentionCall:
     """The call with lists of units that the kernel has tiles for."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     pieces = selection.select_size // UNITS[-1]
     if pieces <= 1:
         return call
@@ -163,8 +151,7 @@ def attend(
     """Write the results of a call for which `unsupported` has no reason. `make_lists` is
     `unit_lists.make_unit_lists`."""
     call = _in_units(call)
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     target, options = target_of(call.q.device), options_of(call)
     entries = selection.key_indices.shape[2]
     width = call.head_dim_v + (call.head_dim if options.IS_COPIED else 0)

@@ -4,7 +4,7 @@ them, for groups of so few heads that a token's rows are no box of a swizzled ti
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.unit_items import COUNT, FIRST, ITEM_WORDS
+from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS
 
 
 @triton.jit(do_not_specialize=("row_pieces", "head_pieces", "groups", "entries"))
@@ -16,8 +16,8 @@ def _copy_unit_queries_kernel(
     queries are so many pieces of eight numbers apart."""
     num_items = tl.load(pointers.num_items)
     last_ptr = pointers.items + (num_items - 1).to(tl.int64) * ITEM_WORDS
-    first = tl.load(last_ptr + FIRST, mask=num_items > 0, other=0)
-    total = first + tl.load(last_ptr + COUNT, mask=num_items > 0, other=0)
+    first = tl.load(last_ptr + ITEM.FIRST, mask=num_items > 0, other=0)
+    total = first + tl.load(last_ptr + ITEM.COUNT, mask=num_items > 0, other=0)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = i < total
     row = tl.load(pointers.rows + i, mask=exists, other=0).to(tl.int64)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.portable.common import groups
 from torch_paged_attn.backends.triton.portable.common.formats import Formats
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments
-from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, is_bound
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles
 from torch_paged_attn.backends.triton.runtime.target import Target
 from torch_paged_attn.backward_call import BackwardCall
 
@@ -43,14 +44,6 @@ BackwardOptions: Any = _extended(
 )
 
 
-# the kernels' name of a pointer -> the name in the list of arguments, if it is different
-ARGUMENTS = {
-    "crow": "crow_indices",
-    "col": "col_indices",
-    "bias": "attn_bias",
-    "alibi": "alibi_slopes",
-}
-
 # tensors whose dtype the kernels may not support: they are passed in a storage dtype (`dequant.py`)
 STORED = ("q", "k", "v", "dout", "dq", "dk", "dv", "dbias")
 READ = (
@@ -75,7 +68,9 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
         lists: tuple[Tensor | None, ...] = (None, None, None),
         **made: Tensor | None,
     ) -> Any:
-        found = nothing | {name: given.get(ARGUMENTS.get(name, name)) for name in READ} | made
+        found = (
+            nothing | {name: given.get(groups.ARGUMENTS.get(name, name)) for name in READ} | made
+        )
         found |= {name: stored(found[name]) for name in STORED}
         bias = given["attn_bias"]
         found["bias"] = bias.view(torch.uint8) if is_mask and bias is not None else bias

@@ -39,37 +39,17 @@ def _is_listed(keys, n0, memory, strides, OPTIONS: tl.constexpr):
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def _attention_dbias_kernel(
-    pointers,
-    strides,
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_col_batch,
-    stride_col_head,
-    total_q,
-    max_keys,
-    num_pages,
-    batch,
-    layout_rows,
-    nnz,
+    pointers, strides,
+    stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head, total_q,
+    max_keys, num_pages, batch, layout_rows, nnz,
     scalars,
-    OPTIONS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    OPTIONS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
-        stride_table=stride_table,
-        stride_crow_batch=stride_crow_batch,
-        stride_crow_head=stride_crow_head,
-        stride_col_batch=stride_col_batch,
-        stride_col_head=stride_col_head,
-        total_q=total_q,
-        max_keys=max_keys,
-        num_pages=num_pages,
-        batch=batch,
-        layout_rows=layout_rows,
-        nnz=nnz,
-    )
+        stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head,
+        total_q, max_keys, num_pages, batch, layout_rows, nnz,
+    )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     n0 = tl.program_id(1) * BLOCK_N

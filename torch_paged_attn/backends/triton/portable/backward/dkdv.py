@@ -10,11 +10,7 @@ belong to, and the program visits, in order, all sequences that have some of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.seqlen_info import (
-    find_tile,
-    key_span,
-    query_span,
-)
+from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, key_span, query_span
 from torch_paged_attn.backends.triton.portable.backward.key_tile import add_sequence, load_keys_once
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     store_chunks,
@@ -63,14 +59,7 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
         j = first_key + tl.arange(0, BLOCK_N)
         head = kv_head.to(tl.int64)
         high = tl.minimum(first_key + BLOCK_N, key_len)
-        span = named("b first low high key_len tail_start")(
-            b=b,
-            first=first_key,
-            low=first_key,
-            high=high,
-            key_len=key_len,
-            tail_start=_tail_start(b, key_len, pointers, sizes),
-        )
+        span = _span(b, first_key, first_key, high, key_len, pointers, sizes)
         row = row_start + j
         rows = named("row exists head")(row=row, exists=j < key_len, head=head)
         k, v = load_keys_once(rows, pointers, strides, OPTIONS)
@@ -123,14 +112,7 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
                     low_of_block = tl.maximum(low, keys_before(border, scalars, OPTIONS))
                     border += OPTIONS.K_BLOCK
                     high_of_block = tl.minimum(high, keys_before(border, scalars, OPTIONS))
-                span = named("b first low high key_len tail_start")(
-                    b=b,
-                    first=first_key,
-                    low=low_of_block,
-                    high=high_of_block,
-                    key_len=key_len,
-                    tail_start=_tail_start(b, key_len, pointers, sizes),
-                )
+                span = _span(b, first_key, low_of_block, high_of_block, key_len, pointers, sizes)
                 keys = named("span j rows k v")(span=span, j=j, rows=rows, k=k, v=v)
                 dk, dv = add_sequence(
                     dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS
@@ -140,47 +122,28 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
 
 
 @triton.jit
-def _tail_start(b, key_len, pointers, sizes):
-    """The first key that tail_mask has a column for."""
+def _span(b, first, low, high, key_len, pointers, sizes):
+    """Keys `low` to `high` - 1 of a sequence, in a tile that begins at key `first`; and the first
+    key that tail_mask has a column for."""
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
-    return key_len - tl.maximum(q_stop - q_start, 0)
+    tail_start = key_len - tl.maximum(q_stop - q_start, 0)
+    return named("b first low high key_len tail_start")(b, first, low, high, key_len, tail_start)
 
 
 @triton.jit(do_not_specialize=[*Sizes._fields, "total_k"])
 def _attention_dkdv_kernel(
-    pointers,
-    strides,
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_col_batch,
-    stride_col_head,
-    total_q,
-    max_keys,
-    num_pages,
-    batch,
-    layout_rows,
-    nnz,
-    total_k,
-    scalars,
-    OPTIONS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    pointers, strides,
+    stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head, total_q,
+    max_keys, num_pages, batch, layout_rows, nnz,
+    total_k, scalars,
+    OPTIONS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     gdc_wait(IS_DEPENDENT)
     gdc_launch_dependents(IS_DEPENDENT)
     sizes = Sizes(
-        stride_table=stride_table,
-        stride_crow_batch=stride_crow_batch,
-        stride_crow_head=stride_crow_head,
-        stride_col_batch=stride_col_batch,
-        stride_col_head=stride_col_head,
-        total_q=total_q,
-        max_keys=max_keys,
-        num_pages=num_pages,
-        batch=batch,
-        layout_rows=layout_rows,
-        nnz=nnz,
-    )
+        stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head,
+        total_q, max_keys, num_pages, batch, layout_rows, nnz,
+    )  # fmt: skip
     if OPTIONS.IS_SHARED:
         _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)
     else:

@@ -30,7 +30,12 @@ from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
 from torch_paged_attn.backends.triton.portable.common.groups import Sizes
 from torch_paged_attn.backends.triton.portable.common.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.common.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.common.mask import load_tail, tiles_of_phase, visible
+from torch_paged_attn.backends.triton.portable.common.mask import (
+    load_tail,
+    tiles_of_phase,
+    visible,
+    whole_tiles,
+)
 from torch_paged_attn.backends.triton.portable.common.named import named, type_of
 from torch_paged_attn.backends.triton.portable.common.products import (
     add_chunk_products,
@@ -38,11 +43,7 @@ from torch_paged_attn.backends.triton.portable.common.products import (
 )
 from torch_paged_attn.backends.triton.portable.forward.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.forward.queries import load_queries
-from torch_paged_attn.backends.triton.portable.forward.query_tile import (
-    find_keys,
-    rows_of,
-    tile_at,
-)
+from torch_paged_attn.backends.triton.portable.forward.query_tile import find_keys, rows_of, tile_at
 from torch_paged_attn.backends.triton.portable.forward.work_info import sequence_at
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
@@ -182,12 +183,9 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
                 store_dbias(zeros, j, rows, head, pointers, strides, sizes, OPTIONS)
 
     # phases as in the forward: 0 at a window's left edge, 1 tiles that every row sees, 2 the rest
-    i_full = i_start
-    if FIRST_PHASE == 0:
-        i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
-    i_tail = i_full
-    if FIRST_PHASE < 2:
-        i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
+    i_full, i_tail = whole_tiles(
+        i_start, i_stop, keys.full_start, keys.full_stop, BLOCK_N, FIRST_PHASE
+    )
     for phase in tl.static_range(FIRST_PHASE, 3):
         i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
         for i in tl.range(i_first, i_last):
@@ -222,41 +220,20 @@ def query_tile_of_program(number, head, pointers, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def _attention_dq_kernel(
-    pointers,
-    strides,
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_col_batch,
-    stride_col_head,
-    total_q,
-    max_keys,
-    num_pages,
-    batch,
-    layout_rows,
-    nnz,
+    pointers, strides,
+    stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head, total_q,
+    max_keys, num_pages, batch, layout_rows, nnz,
     scalars,
-    OPTIONS: tl.constexpr,
-    IS_BESIDE: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    OPTIONS: tl.constexpr, IS_BESIDE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     # with IS_BESIDE, programs start while the last ones of the kernel of dK and dV run, which has
     # waited for the statistics; the wait at the end makes the next kernel wait for both
     if not IS_BESIDE:
         gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
-        stride_table=stride_table,
-        stride_crow_batch=stride_crow_batch,
-        stride_crow_head=stride_crow_head,
-        stride_col_batch=stride_col_batch,
-        stride_col_head=stride_col_head,
-        total_q=total_q,
-        max_keys=max_keys,
-        num_pages=num_pages,
-        batch=batch,
-        layout_rows=layout_rows,
-        nnz=nnz,
-    )
+        stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head,
+        total_q, max_keys, num_pages, batch, layout_rows, nnz,
+    )  # fmt: skip
     # the last tiles of a causal sequence see the most keys: they start first
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = query_tile_of_program(number, tl.program_id(1), pointers, sizes, OPTIONS)

@@ -11,10 +11,7 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
     load_statistics_of_tile,
     statistics_of,
 )
-from torch_paged_attn.backends.triton.common.seqlen_info import (
-    position_of_first,
-    query_span,
-)
+from torch_paged_attn.backends.triton.common.seqlen_info import position_of_first, query_span
 from torch_paged_attn.backends.triton.portable.backward.gradients import (
     dropped,
     gradient_of_scores,
@@ -34,6 +31,7 @@ from torch_paged_attn.backends.triton.portable.common.mask import (
     load_tail,
     tiles_of_phase,
     visible,
+    whole_tiles,
 )
 from torch_paged_attn.backends.triton.portable.common.named import named, type_of
 from torch_paged_attn.backends.triton.portable.common.products import (
@@ -66,13 +64,7 @@ def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
         # a tile that contains other sequences' keys needs a mask
         full_start = tl.where(span.high - span.low < OPTIONS.BLOCK_N, stop, full_start)
     return named("q_start query_len past start stop full_start full_stop")(
-        q_start=q_start,
-        query_len=query_len,
-        past=past,
-        start=start,
-        stop=stop,
-        full_start=full_start,
-        full_stop=full_stop,
+        q_start, query_len, past, start, stop, full_start, full_stop
     )
 
 
@@ -249,14 +241,9 @@ def add_sequence(
             i_start = first_entry * PER_BLOCK
             i_stop = stop_entry * PER_BLOCK
         # phases: 0 from the causal edge, 1 tiles that see all keys, 2 up to a window's left edge
-        i_full = i_start
-        if FIRST_PHASE == 0:
-            i_full = tl.minimum(tl.maximum(tl.cdiv(queries.full_start, BLOCK_M), i_start), i_stop)
-        i_tail = i_full
-        if LAST_PHASE == 1:
-            i_tail = i_stop
-        elif FIRST_PHASE < 2:
-            i_tail = tl.minimum(tl.maximum(queries.full_stop // BLOCK_M, i_full), i_stop)
+        i_full, i_tail = whole_tiles(
+            i_start, i_stop, queries.full_start, queries.full_stop, BLOCK_M, FIRST_PHASE, LAST_PHASE
+        )
         for phase in tl.static_range(FIRST_PHASE, LAST_PHASE + 1):
             i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
             for i in tl.range(i_first, i_last):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.backward_preprocess import plan_statistics
-from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.common.seqlen_info import key_bound, num_tiles
 from torch_paged_attn.backends.triton.common.transposed_lists import TransposedLists
 from torch_paged_attn.backends.triton.portable.backward import arguments as backward_arguments
 from torch_paged_attn.backends.triton.portable.backward.dbias import _attention_dbias_kernel
@@ -29,21 +29,12 @@ from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments
-from torch_paged_attn.backends.triton.portable.forward.tiles import (
-    Tiles,
-    Traits,
-    key_bound,
-    traits_of,
-)
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, Traits, traits_of
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.tuning import (
-    BackwardConfig,
-    Config,
-    choose_backward_config,
-)
+from torch_paged_attn.backends.triton.tuning import BackwardConfig, Config, choose_backward_config
 from torch_paged_attn.backward_call import BackwardCall, tensor_names
 
 # rows of the smallest tile

@@ -38,6 +38,16 @@ class Pointers(NamedTuple):
     q_position: Any
 
 
+# the kernels' name of a pointer -> the name in the list of arguments, if it is different
+ARGUMENTS = {
+    "crow": "crow_indices",
+    "col": "col_indices",
+    "bias": "attn_bias",
+    "alibi": "alibi_slopes",
+    "rng": "rng_state",
+}
+
+
 class Strides(NamedTuple):
     """Strides in elements; 0 for a dimension along which a tensor is broadcast."""
 

@@ -80,9 +80,8 @@ def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr
     """Final logits (which the softmax multiplies by `scalars.factor`), and the logits before ALiBi
     and bias.
     """
-    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:
-        s = softcapped(s, scalars.softcap, IS_PRECISE, type_of(OPTIONS.DTYPE))
+        s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
     capped = s
     if pointers.alibi is not None:
         s = _with_alibi(s, slope, position, j)

@@ -57,6 +57,23 @@ def _between(
 
 
 @triton.jit
+def whole_tiles(
+    i_start, i_stop, full_start, full_stop, BLOCK: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    LAST_PHASE: tl.constexpr = 2,
+):  # fmt: skip
+    """Of tiles `i_start` to `i_stop` - 1 the half-open range of those of phase 1."""
+    i_full = i_start
+    if FIRST_PHASE == 0:
+        i_full = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK), i_start), i_stop)
+    i_tail = i_full
+    if LAST_PHASE == 1:
+        i_tail = i_stop
+    elif FIRST_PHASE < 2:
+        i_tail = tl.minimum(tl.maximum(full_stop // BLOCK, i_full), i_stop)
+    return i_full, i_tail
+
+
+@triton.jit
 def tiles_of_phase(PHASE: tl.constexpr, i_start, i_full, i_tail, i_stop):
     """Half-open range of the tiles of a phase: 1 are tiles that every row sees whole, 0 those
     before and 2 those after them.

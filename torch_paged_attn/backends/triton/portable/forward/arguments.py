@@ -13,21 +13,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.common.dequant import as_stored
 from torch_paged_attn.backends.triton.common.page_sizes import compiled_size, size_at_run_time
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound, key_bound
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
+from torch_paged_attn.backends.triton.portable.common import gather_scatter, groups
 from torch_paged_attn.backends.triton.portable.common.formats import Formats
-from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
-    LONG_PAGES,
-    SHORT_PAGES,
-    chunks,
-)
-from torch_paged_attn.backends.triton.portable.common.groups import (
-    Options,
-    Pointers,
-    Scalars,
-    Sizes,
-    Strides,
-)
-from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, is_bound, key_bound
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
 from torch_paged_attn.backends.triton.tuning import Config
@@ -46,8 +36,9 @@ FLOAT32_CHAIN = 32
 MOST_IN_ROUND = 1 << 16
 
 
-def _row_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of page, head and slot of keys or values; packed ones are one long page."""
+def row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of page, head and slot of keys or values, or of scales of their columns; packed ones
+    are one long page."""
     return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
@@ -66,7 +57,7 @@ def _scale_strides(x: Tensor | None, batch: int, heads: int) -> tuple[int | None
 
 
 def _row_strides_of_scales(x: Tensor) -> tuple[int, int, int]:
-    """`_row_strides` of the scales of keys or values by token."""
+    """`row_strides` of the scales of keys or values by token."""
     return (
         (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
     )
@@ -91,7 +82,7 @@ def pointers(
     target: Target,
     results: tuple[Tensor, Tensor],
     workspace: tuple[Tensor | None, Tensor | None],
-) -> Pointers:
+) -> groups.Pointers:
     """The pointers of a call.
 
     results: out and softmax_lse
@@ -105,7 +96,7 @@ def pointers(
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
     tail_mask, latent = call.tail_mask, call.q_latent
-    return Pointers(
+    return groups.Pointers(
         q=as_stored(call.q, target)[0],
         k=k,
         v=v,
@@ -134,11 +125,13 @@ def pointers(
     )
 
 
-def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> Strides:
+def strides(
+    call: AttentionCall, kernel_pointers: groups.Pointers | AttentionCall
+) -> groups.Strides:
     """The strides of a call's tensors. `kernel_pointers` has k and v as the kernel reads them."""
     batch, num_heads, num_kv_heads = call.batch, call.num_heads, call.num_kv_heads
-    k_page, k_head, k_slot = _row_strides(kernel_pointers.k)
-    v_page, v_head, v_slot = _row_strides(kernel_pointers.v)
+    k_page, k_head, k_slot = row_strides(kernel_pointers.k)
+    v_page, v_head, v_slot = row_strides(kernel_pointers.v)
     bias_head, bias_token, bias_key = _broadcast_strides(call.attn_bias, num_heads, -1, -1)
     alibi_batch, alibi_head = _broadcast_strides(call.alibi_slopes, batch, num_heads)
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
@@ -148,7 +141,7 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     latent = call.q_latent
     latent_token, latent_head = (None, None) if latent is None else latent.stride()[:2]
     tail_token, tail_key = (None, None) if tail is None else tail.stride()
-    return Strides(
+    return groups.Strides(
         q_token=call.q.stride(0),
         q_head=call.q.stride(1),
         k_page=k_page,
@@ -183,10 +176,10 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     )
 
 
-def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
+def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> groups.Scalars:
     """The scalars of a call."""
     left, right, dropout_p = call.window_size_left, call.window_right, call.dropout_p
-    return Scalars(
+    return groups.Scalars(
         scale=call.scale,
         factor=(call.scale if _has_raw_scores(call, formats) else 1.0) * LOG2E.value,
         softcap=call.softcap or None,
@@ -201,7 +194,7 @@ def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
     )
 
 
-def sizes(call: AttentionCall) -> Sizes:
+def sizes(call: AttentionCall) -> groups.Sizes:
     """The sizes of a call."""
     crow_batch = crow_head = col_batch = col_head = layout_rows = nnz = None
     if call.layout is not None:
@@ -209,7 +202,7 @@ def sizes(call: AttentionCall) -> Sizes:
         crow_batch, crow_head, _ = (0, *crow.stride())[-3:]
         col_batch, col_head, _ = (0, *col.stride())[-3:]
         layout_rows, nnz = crow.shape[-1] - 1, col.shape[-1]
-    return Sizes(
+    return groups.Sizes(
         total_q=call.total_q,
         batch=call.batch,
         max_keys=min(key_bound(call), 2**31 - 1),
@@ -228,7 +221,7 @@ def _page_size(call: AttentionCall, block_n: int) -> int:
     """The page size that is compiled in, or what stands for it."""
     if (size := size_at_run_time(call)) is None:
         return compiled_size(call)
-    return (LONG_PAGES if size >= block_n else SHORT_PAGES).value
+    return (gather_scatter.LONG_PAGES if size >= block_n else gather_scatter.SHORT_PAGES).value
 
 
 def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, target: Target) -> bool:
@@ -244,7 +237,7 @@ def _aligned(x: Tensor) -> int:
     """
     if x.itemsize > 1 or is_traced():
         return 0
-    found = math.gcd(16, x.data_ptr() & 15, *_row_strides(x))
+    found = math.gcd(16, x.data_ptr() & 15, *row_strides(x))
     return found if 4 <= found < 16 else 0
 
 
@@ -258,10 +251,10 @@ def _chunks(dim: int, stored: str, is_paired: bool, smallest: int) -> tuple[int,
     if stored == "INT4":
         width = max(smallest, next_power_of_2(dim // 2))
         return 2, width, width
-    return 1, *chunks(dim, smallest)
+    return 1, *gather_scatter.chunks(dim, smallest)
 
 
-def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> Options:
+def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> groups.Options:
     """The compile-time constants of a call's kernel."""
     layout, config, bias = call.layout, tiles.config, call.attn_bias
     head_dim, head_dim_v, block_m = call.head_dim, call.head_dim_v, config.BLOCK_M
@@ -276,7 +269,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     has_middle = block_m > 64 or bias is not None or call.tail_mask is not None
     has_middle = has_middle and layout is None
     merged = MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP
-    return Options(
+    return groups.Options(
         HEAD_DIM=head_dim,
         K_LOW=k_low,
         K_HIGH=k_high,
@@ -322,7 +315,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         OUT_FORMAT=formats.out,
         K_ALIGNED=_aligned(call.k),
         V_ALIGNED=_aligned(call.v),
-        IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
+        IS_V_LIKE_K=row_strides(call.k) == row_strides(call.v),
         IS_PAIRED=formats.is_paired,
         K_BY_TOKEN=is_by_token(call.k_descale, call.batch),
         V_BY_TOKEN=v_by_token,

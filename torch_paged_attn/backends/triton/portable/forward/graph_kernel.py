@@ -24,40 +24,13 @@ from torch_paged_attn.backends.triton.portable.forward.kernel import attend_batc
 
 @triton.jit
 def _graph_attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    parts_ptr,
-    counters_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    block_table_ptr,
-    crow_ptr,
-    col_ptr,
-    bias_ptr,
-    alibi_ptr,
-    sinks_ptr,
-    q_descale_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    out_scale_ptr,
-    rng_ptr,
-    q_latent_ptr,
-    tail_mask_ptr,
-    k_start_ptr,
-    q_position_ptr,
-    scale,
-    factor,
-    softcap,
-    dropout_scale,
-    STRIDES: tl.constexpr,
-    SIZES: tl.constexpr,
-    SCALARS: tl.constexpr,
-    OPTIONS: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, counters_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, seqused_k_ptr, block_table_ptr, crow_ptr, col_ptr, bias_ptr, alibi_ptr,
+    sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr, rng_ptr, q_latent_ptr,
+    tail_mask_ptr, k_start_ptr, q_position_ptr,
+    scale, factor, softcap, dropout_scale,
+    STRIDES: tl.constexpr, SIZES: tl.constexpr, SCALARS: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     GROUPED: tl.constexpr = named_constants(OPTIONS)
     numbers: tl.constexpr = named_constants(SCALARS)
     pointers = named(
@@ -65,32 +38,11 @@ def _graph_attention_fwd_kernel(
         " alibi sinks q_descale k_descale v_descale out_scale rng q_latent tail_mask k_start"
         " q_position"
     )(
-        q=q_ptr,
-        k=k_ptr,
-        v=v_ptr,
-        out=out_ptr,
-        lse=lse_ptr,
-        parts=parts_ptr,
-        counters=counters_ptr,
-        cu_seqlens_q=cu_seqlens_q_ptr,
-        cu_seqlens_k=cu_seqlens_k_ptr,
-        seqused_k=seqused_k_ptr,
-        block_table=block_table_ptr,
-        crow=crow_ptr,
-        col=col_ptr,
-        bias=bias_ptr,
-        alibi=alibi_ptr,
-        sinks=sinks_ptr,
-        q_descale=q_descale_ptr,
-        k_descale=k_descale_ptr,
-        v_descale=v_descale_ptr,
-        out_scale=out_scale_ptr,
-        rng=rng_ptr,
-        q_latent=q_latent_ptr,
-        tail_mask=tail_mask_ptr,
-        k_start=k_start_ptr,
-        q_position=q_position_ptr,
-    )
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, counters_ptr, cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr, seqused_k_ptr, block_table_ptr, crow_ptr, col_ptr, bias_ptr, alibi_ptr,
+        sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr, rng_ptr,
+        q_latent_ptr, tail_mask_ptr, k_start_ptr, q_position_ptr,
+    )  # fmt: skip
     # Inductor passes Python floats as float64
     if softcap is not None:
         softcap = tl.cast(softcap, tl.float32)
@@ -100,18 +52,10 @@ def _graph_attention_fwd_kernel(
         "scale factor softcap left right dropout_threshold dropout_scale num_heads key_rank"
         " min_units page_size"
     )(
-        scale=tl.cast(scale, tl.float32),
-        factor=tl.cast(factor, tl.float32),
-        softcap=softcap,
-        left=numbers.left,
-        right=numbers.right,
-        dropout_threshold=numbers.dropout_threshold,
-        dropout_scale=dropout_scale,
-        num_heads=numbers.num_heads,
-        key_rank=numbers.key_rank,
-        min_units=numbers.min_units,
-        page_size=numbers.page_size,
-    )
+        tl.cast(scale, tl.float32), tl.cast(factor, tl.float32), softcap, numbers.left,
+        numbers.right, numbers.dropout_threshold, dropout_scale, numbers.num_heads,
+        numbers.key_rank, numbers.min_units, numbers.page_size,
+    )  # fmt: skip
     attend_batch(pointers, named_constants(STRIDES), named_constants(SIZES), scalars, GROUPED)
 
 

@@ -27,6 +27,16 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
 
 @triton.jit
+def _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """Attention of a tile to all of its keys."""
+    # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
+    attend_tile(
+        tile, named("unit taken units is_part part")(0, 1, 1, False, 0), pointers, strides, sizes,
+        scalars, OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The program computes one tile of queries with all its keys."""
     # the last tiles of a causal sequence see the most keys: they start first
@@ -35,16 +45,7 @@ def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.c
     sequence = sequence_at(b, lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     tile = tile_at(place, tl.program_id(1), sequence, OPTIONS)
     if tile.first_token < tile.query_len:
-        # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
-        attend_tile(
-            tile,
-            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
-            pointers,
-            strides,
-            sizes,
-            scalars,
-            OPTIONS,
-        )
+        _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS)
 
 
 @triton.jit
@@ -56,15 +57,8 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
     sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS, OPTIONS.SKIPS)
     place = tl.program_id(1)
     while place * OPTIONS.TOKENS < sequence.query_len:
-        attend_tile(
-            tile_at(place, tl.program_id(0), sequence, OPTIONS),
-            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
-            pointers,
-            strides,
-            sizes,
-            scalars,
-            OPTIONS,
-        )
+        tile = tile_at(place, tl.program_id(0), sequence, OPTIONS)
+        _attend_to_all(tile, pointers, strides, sizes, scalars, OPTIONS)
         place += tl.num_programs(1)
 
 
@@ -122,12 +116,9 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     # if a function's result is part of an address that is written to, torch.compile assumes that
     # all pointers among its arguments are written to; so these functions get only the lengths
     lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position")(
-        cu_seqlens_q=pointers.cu_seqlens_q,
-        cu_seqlens_k=pointers.cu_seqlens_k,
-        seqused_k=pointers.seqused_k,
-        k_start=pointers.k_start,
-        q_position=pointers.q_position,
-    )
+        pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, pointers.k_start,
+        pointers.q_position,
+    )  # fmt: skip
     if OPTIONS.IS_SPLIT:
         _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
     elif OPTIONS.GAP == 0:
@@ -138,36 +129,16 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def _attention_fwd_kernel(
-    pointers,
-    strides,
-    # not in a tuple: Triton would compile kernels for their divisors
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_col_batch,
-    stride_col_head,
-    total_q,
-    max_keys,
-    num_pages,
-    batch,
-    layout_rows,
-    nnz,
+    pointers, strides,
+    stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head, total_q,
+    max_keys, num_pages, batch, layout_rows, nnz,
     scalars,
-    OPTIONS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    OPTIONS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Sizes come one by one: of a tuple, Triton would compile a kernel for each one's divisors."""
     gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
-        stride_table=stride_table,
-        stride_crow_batch=stride_crow_batch,
-        stride_crow_head=stride_crow_head,
-        stride_col_batch=stride_col_batch,
-        stride_col_head=stride_col_head,
-        total_q=total_q,
-        max_keys=max_keys,
-        num_pages=num_pages,
-        batch=batch,
-        layout_rows=layout_rows,
-        nnz=nnz,
-    )
+        stride_table, stride_crow_batch, stride_crow_head, stride_col_batch, stride_col_head,
+        total_q, max_keys, num_pages, batch, layout_rows, nnz,
+    )  # fmt: skip
     attend_batch(pointers, strides, sizes, scalars, OPTIONS)

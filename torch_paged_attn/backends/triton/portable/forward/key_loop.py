@@ -12,7 +12,12 @@ from torch_paged_attn.backends.triton.portable.common.key_positions import (
     tiles_of_block,
 )
 from torch_paged_attn.backends.triton.portable.common.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.common.mask import load_tail, tiles_of_phase, visible
+from torch_paged_attn.backends.triton.portable.common.mask import (
+    load_tail,
+    tiles_of_phase,
+    visible,
+    whole_tiles,
+)
 from torch_paged_attn.backends.triton.portable.common.named import type_of
 from torch_paged_attn.backends.triton.portable.common.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
@@ -89,12 +94,9 @@ def attend_keys(
     unit = tl.full([BLOCK_M], 0.0 if OPTIONS.HAS_UNITS else 1.0, tl.float32)
 
     # phases: 0 tiles at a window's left edge, 1 tiles that every row sees whole, 2 the rest
-    i_full = i_start
-    if FIRST_PHASE == 0:
-        i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
-    i_tail = i_full
-    if FIRST_PHASE < 2:
-        i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
+    i_full, i_tail = whole_tiles(
+        i_start, i_stop, keys.full_start, keys.full_stop, BLOCK_N, FIRST_PHASE
+    )
 
     # A key that no query sees may contain NaN, which must not reach the result. A bias may hide
     # such a key in the middle. Checking every value would be slow, so a first attempt does not, and

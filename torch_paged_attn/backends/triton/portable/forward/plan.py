@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.common.seqlen_info import key_bound, num_tiles
 from torch_paged_attn.backends.triton.portable.common import groups
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.forward import arguments
@@ -22,30 +22,12 @@ from torch_paged_attn.backends.triton.portable.forward.graph_kernel import (
 )
 from torch_paged_attn.backends.triton.portable.forward.kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.forward.splits import SplitPlan
-from torch_paged_attn.backends.triton.portable.forward.tiles import (
-    Tiles,
-    choose_tiles,
-    key_bound,
-    traits_of,
-)
-from torch_paged_attn.backends.triton.runtime.launch import (
-    dependent_launch,
-    is_traced,
-    only_read,
-)
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, choose_tiles, traits_of
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, is_traced, only_read
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.target import Target, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import Config
-
-# the kernel's name of a pointer -> the name in the list of arguments, if it is different
-ARGUMENTS = {
-    "crow": "crow_indices",
-    "col": "col_indices",
-    "bias": "attn_bias",
-    "alibi": "alibi_slopes",
-    "rng": "rng_state",
-}
 
 
 def attend(
@@ -218,7 +200,7 @@ def _picker(
     """
     names = [*given, "out", "lse", *made, None]
     sources = [
-        ARGUMENTS.get(name, name) if name in made or x is not None else None
+        groups.ARGUMENTS.get(name, name) if name in made or x is not None else None
         for name, x in pointers._asdict().items()
     ]
     return operator.itemgetter(*map(names.index, sources))

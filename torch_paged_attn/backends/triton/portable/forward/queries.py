@@ -14,7 +14,6 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
     which products of a row are multiplied, `raised`, which is subtracted from them, and the ALiBi
     slope; and the same of q_latent.
     """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     LOW: tl.constexpr = OPTIONS.K_LOW
     HIGH: tl.constexpr = OPTIONS.K_HIGH
@@ -30,7 +29,7 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
     if STEP == 4:
         third = load_rows(q_ptr, offsets, exists, 2, LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
         fourth = load_rows(q_ptr, offsets, exists, 3, LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scalars.scale
+    scale = tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32) * scalars.scale
     if OPTIONS.IS_Q_NORMED:
         largest = tl.max(tl.abs(low), 1)
         if HIGH > 0:
@@ -79,17 +78,9 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
         slope = slope[:, None]
     return named("low high third fourth scale raised slope latent_low latent_high latent_scale")(
-        low=low,
-        high=high,
-        third=third,
-        fourth=fourth,
-        scale=scale[:, None],
-        raised=raised,
-        slope=slope,
-        latent_low=latent_low,
-        latent_high=latent_high,
-        latent_scale=latent_scale,
-    )
+        low, high, third, fourth, scale[:, None], raised, slope, latent_low, latent_high,
+        latent_scale,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -35,15 +35,9 @@ def tile_at(place, head_program, sequence, OPTIONS: tl.constexpr):
         # tiles start at positions that are multiples of TOKENS, so that a tile is in one layout row
         first_token += (past & -TOKENS) - past
     return named("b head_program first_token past q_start query_len k_start key_len")(
-        b=sequence.b,
-        head_program=head_program,
-        first_token=first_token,
-        past=past,
-        q_start=sequence.q_start,
-        query_len=sequence.query_len,
-        k_start=sequence.k_start,
-        key_len=sequence.key_len,
-    )
+        sequence.b, head_program, first_token, past, sequence.q_start, sequence.query_len,
+        sequence.k_start, sequence.key_len,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -145,15 +139,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         i_stop = i_start + unit_stop
         i_start += unit
     return named("i_start i_stop start stop full_start full_stop key_len tail_start col_start")(
-        i_start=i_start,
-        i_stop=i_stop,
-        start=start,
-        stop=stop,
-        full_start=full_start,
-        full_stop=full_stop,
-        key_len=key_len,
-        tail_start=key_len - query_len,
-        col_start=col_start,
+        i_start, i_stop, start, stop, full_start, full_stop, key_len, key_len - query_len, col_start
     )
 
 
@@ -270,14 +256,7 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         v_ptr = tl.multiple_of(v_ptr, V_ALIGNED)
     k_scales, v_scales = scales_of_head(tile, kv_head, pointers, strides, sizes, OPTIONS)
     memory = named("block_table col k v k_scales v_scales bias_rows tail_rows")(
-        block_table=table_ptr,
-        col=col_ptr,
-        k=k_ptr,
-        v=v_ptr,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        bias_rows=bias_rows,
-        tail_rows=tail_rows,
+        table_ptr, col_ptr, k_ptr, v_ptr, k_scales, v_scales, bias_rows, tail_rows
     )
     m_i, l_i, low, high, gain = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS

@@ -15,7 +15,12 @@ from torch_paged_attn.attention_call import AttentionCall, is_by_token
 from torch_paged_attn.backends.triton.common.arrivals import MOST_PARTS
 from torch_paged_attn.backends.triton.common.dequant import holds_pairs
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
-from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles, programs_in_turns
+from torch_paged_attn.backends.triton.common.seqlen_info import (
+    UNBOUNDED,
+    is_bound,
+    num_tiles,
+    programs_in_turns,
+)
 from torch_paged_attn.backends.triton.portable.common.formats import product_type
 from torch_paged_attn.backends.triton.portable.forward.splits import (
     SplitPlan,
@@ -23,14 +28,7 @@ from torch_paged_attn.backends.triton.portable.forward.splits import (
     plan_splits,
 )
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
-from torch_paged_attn.backends.triton.tuning import (
-    Config,
-    choose_config,
-    choose_config_in_turns,
-)
-
-# a window of this size hides no key, because no sequence is that long
-UNBOUNDED = 2**30
+from torch_paged_attn.backends.triton.tuning import Config, choose_config, choose_config_in_turns
 
 # the largest second dimension of a grid
 MOST_IN_GRID = 65535
@@ -54,18 +52,6 @@ SEARCH_WIDTHS = (32, 256, 1024)
 # batch-invariant calls choose their config as if they had tiles of so many rows, and so many tiles
 INVARIANT_ROWS = 64
 INVARIANT_TILES = 256
-
-
-def is_bound(window: int) -> bool:
-    """Whether a window hides keys."""
-    return 0 <= window < UNBOUNDED
-
-
-def key_bound(call: AttentionCall) -> int:
-    """An upper bound of the keys of a sequence, from shapes."""
-    if call.block_table is None:
-        return call.k.shape[0]
-    return call.block_table.shape[1] * call.page_size
 
 
 def has_numbers_apart(call: AttentionCall) -> bool:

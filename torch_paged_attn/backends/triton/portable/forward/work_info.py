@@ -34,12 +34,7 @@ def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr, SKIPS: tl.constexpr = 
     query_len = without_left_out(b, query_len, lengths.seqused_k, sizes.batch, SKIPS)
     past = position_of_first(b, query_len, key_len, lengths.q_position, sizes.batch)
     return named("b q_start query_len past k_start key_len")(
-        b=b,
-        q_start=q_start,
-        query_len=query_len,
-        past=past,
-        k_start=k_start,
-        key_len=key_len,
+        b, q_start, query_len, past, k_start, key_len
     )
 
 
@@ -70,14 +65,7 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
         most = tl.maximum(tl.cdiv(key_len, BLOCK_N * FIXED_UNITS), 1)
         units = tl.minimum(units, most) * FIXED_UNITS
     return named("b q_start query_len past k_start key_len tiles units")(
-        b=b,
-        q_start=sequence.q_start,
-        query_len=query_len,
-        past=sequence.past,
-        k_start=sequence.k_start,
-        key_len=key_len,
-        tiles=tiles,
-        units=units,
+        b, sequence.q_start, query_len, sequence.past, sequence.k_start, key_len, tiles, units
     )
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import LATENT_COLUMNS, AttentionCall, is_by_column
 from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
-from torch_paged_attn.backends.triton.portable.forward.tiles import is_bound
+from torch_paged_attn.backends.triton.portable.forward.arguments import FLOAT32_CHAIN, row_strides
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedOptions,
     SelectedPointers,
@@ -19,22 +20,13 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     SelectedStrides,
 )
-from torch_paged_attn.backends.triton.runtime.target import (
-    Target,
-    cdiv,
-    next_power_of_2,
-)
+from torch_paged_attn.backends.triton.runtime import contiguous
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
 
-FLOAT32_CHAIN = 32
 # wider rows of keys and values together take small tiles
 WIDE = 256
 # programs of a multiprocessor that are enough; the fewest keys of a split; the most splits
 ENOUGH, LEAST_KEYS, MOST_SPLITS = 2, 256, 32
-# of these kernels take no strides, or of a block table that of its rows alone
-READ_END_TO_END = (
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position"),
-    *("sinks", "block_table"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +94,7 @@ def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
 
 def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> int:
     """How many programs share a list. Of a batch-invariant call, one."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     keys = selection.key_indices.shape[2] * selection.select_size
     programs = call.total_q * call.num_kv_heads * cdiv(call.group_size, config.BLOCK_M)
     if call.is_batch_invariant or programs == 0:
@@ -116,8 +107,7 @@ def options_of(
     call: AttentionCall, target: Target, config: SelectedConfig, is_split: bool
 ) -> SelectedOptions:
     """Compile-time constants of a call's kernels."""
-    selection, formats = call.selection, formats_of(call, target, False)
-    assert selection is not None
+    selection, formats = call.lists, formats_of(call, target, False)
     smallest = target.smallest_chunk(config.BLOCK_M) if not formats.is_precise else 16
     k_low, k_high = chunks(call.head_dim, smallest)
     v_low, v_high = chunks(call.head_dim_v, smallest)
@@ -162,16 +152,9 @@ def _is_v_in_k(call: AttentionCall) -> bool:
 
 def strides_of(call: AttentionCall) -> SelectedStrides:
     """Strides of a call's tensors."""
-    selection, q, latent = call.selection, call.q, call.q_latent
-    assert selection is not None
+    selection, q, latent = call.lists, call.q, call.q_latent
     indices, counts = selection.key_indices, selection.num_selected
     groups = indices.shape[1]
-
-    def rows(x: Tensor) -> tuple[int, int, int]:
-        """Strides of pages, heads and slots."""
-        if call.is_paged:
-            return x.stride(0), x.stride(1), x.stride(2)
-        return 0, x.stride(1), x.stride(0)
 
     def scale(x: Tensor | None) -> tuple[int, int]:
         if x is None or x.dim() == 0:
@@ -181,12 +164,12 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
     by_column = 0, 0, 0
     v_descale = scale(call.v_descale)
     if call.v_descale is not None and is_by_column(call.v_descale, call.v):
-        page, head, slot = rows(call.v_descale)
+        page, head, slot = row_strides(call.v_descale)
         v_descale, by_column = (0, head), (page, slot, call.v_descale.stride(-1))
     found = (
         *q.stride()[:2],
-        *rows(call.k),
-        *rows(call.v),
+        *row_strides(call.k),
+        *row_strides(call.v),
         *((0, 0) if latent is None else latent.stride()[:2]),
         indices.stride(1) if groups > 1 else 0,
         indices.stride(2),
@@ -201,8 +184,7 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
 
 def sizes_of(call: AttentionCall, splits: int = 1) -> SelectedSizes:
     """Numbers that change from call to call."""
-    selection, table = call.selection, call.block_table
-    assert selection is not None
+    selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return SelectedSizes(
         total_q=call.total_q,
@@ -236,11 +218,9 @@ def pointers_of(call: AttentionCall, target: Target) -> SelectedPointers:
 
 def without_gaps(call: AttentionCall) -> AttentionCall:
     """The call with contiguous copies of small tensors that have gaps."""
-    changes: dict[str, Any] = {}
-    for name in READ_END_TO_END:
-        x = getattr(call, name)
-        if x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
-            changes[name] = x.contiguous()
+    given = {name: getattr(call, name) for name in contiguous.READ_END_TO_END}
+    made, _ = contiguous.without_gaps(list(given), tuple(given.values()))
+    changes: dict[str, Any] = {n: x for n, x in zip(given, made, strict=True) if x is not given[n]}
     return dataclasses.replace(call, **changes) if changes else call
 
 

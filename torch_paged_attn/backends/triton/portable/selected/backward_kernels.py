@@ -76,6 +76,55 @@ def score_gradients(s, p, dp, d, scalars, OPTIONS: tl.constexpr):
     return ds
 
 
+@triton.jit
+def find_lse(ptr, token, queries, sizes):
+    """Where rows are among those of all heads, their lse, and whether they see any key."""
+    at = queries.head.to(tl.int64) * sizes.total_q + token.row
+    lse = tl.load(ptr + at, mask=queries.exists, other=float("-inf"))
+    return at, lse, queries.exists & (lse > float("-inf"))
+
+
+@triton.jit
+def load_rows(token, queries, gradients, more_strides, sizes, OPTIONS: tl.constexpr):
+    """What the gradients of a token's heads need besides queries and keys; numbers of rows that see
+    no key are 0."""
+    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    at, lse, sees = find_lse(gradients.lse, token, queries, sizes)
+    d = tl.load(gradients.d + at, mask=sees, other=0.0)
+    lse = tl.where(sees, lse, 0.0)
+    offsets = token.row * more_strides.dout_token
+    offsets = offsets + queries.head.to(tl.int64) * more_strides.dout_head
+    dout = load_chunks(
+        gradients.dout, offsets, sees, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
+        Q_FORMAT, type_of(OPTIONS.DTYPE),
+    )  # fmt: skip
+    return named("lse d dout sees")(lse=lse, d=d, dout=dout, sees=sees)
+
+
+@triton.jit
+def key_gradients(queries, rows, k, v, is_seen, pointers, scalars, OPTIONS: tl.constexpr):
+    """Probabilities of a tile of keys, and the gradients of their products, in DTYPE."""
+    s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
+    p = probabilities(s, rows.lse[:, None], OPTIONS.IS_PRECISE)
+    p = tl.where(is_seen[None, :] & rows.sees[:, None], p, 0.0)
+    dp = chunk_scores(rows.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
+    ds = score_gradients(s, p, dp, rows.d[:, None], scalars, OPTIONS)
+    return p, ds.to(type_of(OPTIONS.DTYPE))
+
+
+@triton.jit
+def store_dq(dq, token, queries, head_tile, gradients, scalars, OPTIONS: tl.constexpr):
+    """Write the gradients of a token's heads."""
+    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
+    r = head_tile * OPTIONS.BLOCK_M + tl.arange(0, OPTIONS.BLOCK_M)
+    at = (token.row * OPTIONS.NUM_HEADS + queries.head).to(tl.int64) * OPTIONS.HEAD_DIM
+    store_chunks(
+        gradients.dq + at, dq, r < OPTIONS.GROUP_SIZE, OPTIONS.K_LOW, OPTIONS.K_HIGH,
+        OPTIONS.HEAD_DIM, Q_FORMAT,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=SelectedSizes._fields)
 def _selected_dq_kernel(
     pointers, gradients,
@@ -88,40 +137,18 @@ def _selected_dq_kernel(
         max_pages, splits,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
     token = find_token(tl.program_id(0), kv_head, pointers, strides, sizes, OPTIONS)
     queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
-    at = queries.head.to(tl.int64) * sizes.total_q + token.row
-    lse = tl.load(gradients.lse + at, mask=queries.exists, other=float("-inf"))
-    sees = queries.exists & (lse > float("-inf"))
-    d = tl.load(gradients.d + at, mask=sees, other=0.0)
-    lse = tl.where(sees, lse, 0.0)
-    offsets = token.row * more_strides.dout_token
-    offsets = offsets + queries.head.to(tl.int64) * more_strides.dout_head
-    dout = load_chunks(
-        gradients.dout, offsets, sees, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-        Q_FORMAT, type_of(OPTIONS.DTYPE),
-    )  # fmt: skip
+    rows = load_rows(token, queries, gradients, more_strides, sizes, OPTIONS)
     dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
     for n0 in tl.range(0, token.count * OPTIONS.SELECT_SIZE, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
-        s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
-        p = probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
-        p = tl.where(is_seen[None, :] & sees[:, None], p, 0.0)
-        dp = chunk_scores(dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-        ds = score_gradients(s, p, dp, d[:, None], scalars, OPTIONS)
-        ds = ds.to(type_of(OPTIONS.DTYPE))
+        _, ds = key_gradients(queries, rows, k, v, is_seen, pointers, scalars, OPTIONS)
         dq = add_chunk_products(dq, ds, k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
-    dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
-    r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = (token.row * OPTIONS.NUM_HEADS + queries.head).to(tl.int64) * OPTIONS.HEAD_DIM
-    store_chunks(
-        gradients.dq + at, dq, r < OPTIONS.GROUP_SIZE, OPTIONS.K_LOW, OPTIONS.K_HIGH,
-        OPTIONS.HEAD_DIM, Q_FORMAT,
-    )  # fmt: skip
+    store_dq(dq, token, queries, head_tile, gradients, scalars, OPTIONS)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_token,
     load_keys,
+    score_descales,
 )
 
 
@@ -30,19 +31,6 @@ def stop_of(token, sizes, OPTIONS: tl.constexpr):
     else:
         stop = tl.minimum(stop, tl.cast(sizes.max_pages, tl.int64) * OPTIONS.PAGE_SIZE)
     return tl.where(token.exists, stop, 0)
-
-
-@triton.jit
-def _descale_of(token, group, pointers, strides):
-    """What products of a token's sequence are multiplied by."""
-    factor = 1.0
-    if pointers.q_descale is not None:
-        at = token.b * strides.q_descale_batch + group * strides.q_descale_head
-        factor = tl.load(pointers.q_descale + at)
-    if pointers.k_descale is not None:
-        at = token.b * strides.k_descale_batch + group * strides.k_descale_head
-        factor = factor * tl.load(pointers.k_descale + at)
-    return factor
 
 
 @triton.jit(
@@ -96,7 +84,7 @@ def _index_scores_kernel(
             page = tl.minimum(page, tl.cast(sizes.num_rows - 1, tl.uint32)).to(tl.int64)
         if (n0 < stop) & token.exists:
             k, _ = load_keys(page, slot, is_key, group, pointers, strides, OPTIONS)
-            factor = _descale_of(token, group, pointers, strides)
+            _, factor = score_descales(token, group, pointers, strides)
             for i in tl.range(begin, last, AT_ONCE, num_stages=STAGES):
                 total = tl.zeros([BLOCK_N, AT_ONCE], tl.float32)
                 for head_tile in tl.static_range(HEAD_TILES):

@@ -22,12 +22,12 @@ from torch_paged_attn.backends.triton.portable.common.products import add_chunk_
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
-    find_token,
+    find_split,
     find_units,
     list_logits,
     load_keys,
-    load_queries,
     place_keys,
+    range_of_split,
 )
 
 
@@ -46,21 +46,8 @@ def _selected_fwd_kernel(
         max_pages, splits,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    program = tl.program_id(0)
-    split = program % sizes.splits
-    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
-    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
-    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
-
-    keys = token.count * OPTIONS.SELECT_SIZE
-    begin = tl.zeros([], tl.int32)
-    stop = keys
-    if OPTIONS.IS_SPLIT:
-        tiles = (keys + OPTIONS.BLOCK_N - 1) // OPTIONS.BLOCK_N
-        of_split = (tiles + sizes.splits - 1) // sizes.splits * OPTIONS.BLOCK_N
-        begin = split * of_split
-        stop = tl.minimum(keys, begin + of_split)
+    split, kv_head, head_tile, token, queries = find_split(pointers, strides, sizes, OPTIONS)
+    begin, stop = range_of_split(split, token, sizes, OPTIONS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_HIGH)
@@ -103,14 +90,21 @@ def _selected_fwd_kernel(
             sink = tl.load(pointers.sinks + queries.head, mask=queries.exists, other=float("-inf"))
             m_i, l_i, shrink = with_sink(m_i, l_i, sink)
             low, high = low * shrink[:, None], high * shrink[:, None]
-        divisor = tl.where(l_i == 0.0, 1.0, l_i)
-        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(divisor))
-        lse_ptr = results.lse + queries.head.to(tl.int64) * sizes.total_q + token.row
-        tl.store(lse_ptr, lse, mask=is_stored)
+        divisor = store_lse(m_i, l_i, token, queries, is_stored, results, sizes)
         low = quotient(low, divisor, OPTIONS.IS_PRECISE)
         high = quotient(high, divisor, OPTIONS.IS_PRECISE)
         at = token.row * OPTIONS.NUM_HEADS + queries.head
         _store(results.out, at, low, high, is_stored, results.out_scale, OUT_FORMAT, OPTIONS)
+
+
+@triton.jit
+def store_lse(m_i, l_i, token, queries, is_stored, results, sizes):
+    """Write the lse of rows. Returns what their sums of values are divided by."""
+    divisor = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(divisor))
+    lse_ptr = results.lse + queries.head.to(tl.int64) * sizes.total_q + token.row
+    tl.store(lse_ptr, lse, mask=is_stored)
+    return divisor
 
 
 @triton.jit

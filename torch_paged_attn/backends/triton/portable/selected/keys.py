@@ -164,15 +164,9 @@ def find_token(token, kv_head, pointers, strides, sizes, OPTIONS: tl.constexpr):
         count = tl.maximum(tl.minimum(count, listed), 0)
     list_ptr = pointers.key_indices + row * sizes.stride_index_token
     return named("b exists row position key_len k_first count list_ptr")(
-        b=tl.minimum(b, sizes.batch - 1),
-        exists=exists,
-        row=row,
-        position=position,
-        key_len=key_len,
-        k_first=k_first,
-        count=count,
-        list_ptr=list_ptr + kv_head * strides.index_group,
-    )
+        tl.minimum(b, sizes.batch - 1), exists, row, position, key_len, k_first, count,
+        list_ptr + kv_head * strides.index_group,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -242,6 +236,35 @@ def place_keys(n0, unit, token, pointers, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
+def range_of_split(split, token, sizes, OPTIONS: tl.constexpr):
+    """The keys (first, last + 1) of a token's list that a split has; all, unless IS_SPLIT."""
+    keys = token.count * OPTIONS.SELECT_SIZE
+    begin = tl.zeros([], tl.int32)
+    stop = keys
+    if OPTIONS.IS_SPLIT:
+        tiles = (keys + OPTIONS.BLOCK_N - 1) // OPTIONS.BLOCK_N
+        of_split = (tiles + sizes.splits - 1) // sizes.splits * OPTIONS.BLOCK_N
+        begin = split * of_split
+        stop = tl.minimum(keys, begin + of_split)
+    return begin, stop
+
+
+@triton.jit
+def score_descales(token, kv_head, pointers, strides):
+    """By what queries of a token's sequence and a KV head are multiplied, and their products with
+    keys; 1 where nothing is given."""
+    q_scale = 1.0
+    if pointers.q_descale is not None:
+        at = token.b * strides.q_descale_batch + kv_head * strides.q_descale_head
+        q_scale = tl.load(pointers.q_descale + at)
+    k_scale = q_scale
+    if pointers.k_descale is not None:
+        at = token.b * strides.k_descale_batch + kv_head * strides.k_descale_head
+        k_scale = q_scale * tl.load(pointers.k_descale + at)
+    return q_scale, k_scale
+
+
+@triton.jit
 def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.constexpr):
     """BLOCK_M heads of a KV head's group, and the token's factors of scores."""
     r = head_tile * OPTIONS.BLOCK_M + tl.arange(0, OPTIONS.BLOCK_M)
@@ -260,27 +283,26 @@ def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.const
             pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
             True, Q_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
-    q_scale = 1.0
-    if pointers.q_descale is not None:
-        at = token.b * strides.q_descale_batch + kv_head * strides.q_descale_head
-        q_scale = tl.load(pointers.q_descale + at)
-    k_scale, v_scale = q_scale, 1.0
-    if pointers.k_descale is not None:
-        at = token.b * strides.k_descale_batch + kv_head * strides.k_descale_head
-        k_scale = q_scale * tl.load(pointers.k_descale + at)
+    q_scale, k_scale = score_descales(token, kv_head, pointers, strides)
+    v_scale = 1.0
     if pointers.v_descale is not None and OPTIONS.SCALED_COLUMNS == 0:
         at = token.b * strides.v_descale_batch + kv_head * strides.v_descale_head
         v_scale = tl.load(pointers.v_descale + at)
     return named("low high latent head exists k_scale v_scale latent_scale")(
-        low=q[0],
-        high=q[1],
-        latent=latent,
-        head=head,
-        exists=exists,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        latent_scale=q_scale * v_scale,
+        q[0], q[1], latent, head, exists, k_scale, v_scale, q_scale * v_scale
     )
+
+
+@triton.jit
+def find_split(pointers, strides, sizes, OPTIONS: tl.constexpr):
+    """The split, KV head and tile of heads of a program, its token, and the token's queries."""
+    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + OPTIONS.BLOCK_M - 1) // OPTIONS.BLOCK_M
+    program = tl.program_id(0)
+    split = program % sizes.splits
+    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
+    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
+    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    return split, kv_head, head_tile, token, queries
 
 
 @triton.jit

@@ -22,11 +22,12 @@ from torch_paged_attn.backends.triton.portable.common.products import (
     scores,
 )
 from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
+from torch_paged_attn.backends.triton.portable.selected.kernel import store_lse
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
-    find_token,
-    load_queries,
+    find_split,
+    range_of_split,
 )
 
 
@@ -74,28 +75,15 @@ def _selected_latents_kernel(
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     GROUPS: tl.constexpr = OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS
-    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     # weights in float16 would lose their bits where scales are small
     HAS_UNITS: tl.constexpr = OPTIONS.DTYPE == "fp16"
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
-    program = tl.program_id(0)
-    split = program % sizes.splits
-    kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
-    token = find_token(program // sizes.splits, kv_head, pointers, strides, sizes, OPTIONS)
-    queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
+    split, kv_head, head_tile, token, queries = find_split(pointers, strides, sizes, OPTIONS)
     q_rows = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
     latents = _load_groups(pointers.q_latent, q_rows, queries.exists, Q_FORMAT, OPTIONS)
-
-    keys = token.count * OPTIONS.SELECT_SIZE
-    begin = tl.zeros([], tl.int32)
-    stop = keys
-    if OPTIONS.IS_SPLIT:
-        tiles = (keys + OPTIONS.BLOCK_N - 1) // OPTIONS.BLOCK_N
-        of_split = (tiles + sizes.splits - 1) // sizes.splits * OPTIONS.BLOCK_N
-        begin = split * of_split
-        stop = tl.minimum(keys, begin + of_split)
+    begin, stop = range_of_split(split, token, sizes, OPTIONS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = _zeros(GROUPS, BLOCK_M, OPTIONS.SCALED_COLUMNS)
@@ -151,10 +139,7 @@ def _selected_latents_kernel(
             # rows of padding belong to no sequence and get no sink
             sink = tl.load(pointers.sinks + queries.head, mask=queries.exists, other=float("-inf"))
             m_i, l_i, gain = with_sink(m_i, l_i, sink)
-        divisor = tl.where(l_i == 0.0, 1.0, l_i)
-        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(divisor))
-        lse_ptr = results.lse + queries.head.to(tl.int64) * sizes.total_q + token.row
-        tl.store(lse_ptr, lse, mask=is_stored)
+        divisor = store_lse(m_i, l_i, token, queries, is_stored, results, sizes)
     OUT_FORMAT: tl.constexpr = "NATIVE" if OPTIONS.IS_SPLIT else OPTIONS.OUT_FORMAT
     COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
     to = results.out + at.to(tl.int64) * OPTIONS.HEAD_DIM_V

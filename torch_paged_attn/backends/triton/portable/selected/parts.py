@@ -28,8 +28,7 @@ AT_ONCE = 4096
 def leaves_parts(call: BackwardCall) -> bool:
     """Whether a call takes these kernels."""
     forward, (_, wants_k, wants_v, *_) = call.forward, call.wanted
-    selection = forward.selection
-    assert selection is not None
+    selection = forward.lists
     has_entries = selection.key_indices.shape[2] > 0 and forward.k.shape[0] > 0
     return selection.select_size == 1 and (wants_k or wants_v) and has_entries
 
@@ -41,8 +40,7 @@ def add_parts(
     more_strides: GradientStrides,
 ) -> None:
     """Write dq, and dk and dv as far as they are wanted. `gradients` has these as they are."""
-    selection, target = forward.selection, target_of(forward.q.device)
-    assert selection is not None
+    selection, target = forward.lists, target_of(forward.q.device)
     wants_q, wants_k, wants_v, *_ = call.wanted
     heads, entries = forward.num_kv_heads, selection.key_indices.shape[2]
     width, width_v = forward.head_dim, forward.head_dim_v

@@ -16,20 +16,17 @@ from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     store_chunks,
     zero_chunks,
 )
-from torch_paged_attn.backends.triton.portable.common.named import named, type_of
-from torch_paged_attn.backends.triton.portable.common.products import (
-    add_chunk_products,
-    chunk_scores,
-)
+from torch_paged_attn.backends.triton.portable.common.named import named
+from torch_paged_attn.backends.triton.portable.common.products import add_chunk_products
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
-    probabilities,
-    score_gradients,
+    key_gradients,
+    load_rows,
+    store_dq,
 )
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
     find_keys,
     find_token,
-    list_logits,
     load_keys,
     load_queries,
 )
@@ -80,8 +77,6 @@ def _selected_parts_kernel(
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
-    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(1)
     token = find_token(first_row + tl.program_id(0), kv_head, pointers, strides, sizes, OPTIONS)
@@ -89,26 +84,12 @@ def _selected_parts_kernel(
     for head_tile in tl.range(0, HEAD_TILES):
         queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
         q = (queries.low, queries.high)
-        at = queries.head.to(tl.int64) * sizes.total_q + token.row
-        lse = tl.load(gradients.lse + at, mask=queries.exists, other=float("-inf"))
-        sees = queries.exists & (lse > float("-inf"))
-        d = tl.load(gradients.d + at, mask=sees, other=0.0)
-        lse = tl.where(sees, lse, 0.0)
-        offsets = token.row * more_strides.dout_token
-        offsets = offsets + queries.head.to(tl.int64) * more_strides.dout_head
-        dout = load_chunks(
-            gradients.dout, offsets, sees, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-            Q_FORMAT, DTYPE,
-        )  # fmt: skip
+        rows = load_rows(token, queries, gradients, more_strides, sizes, OPTIONS)
         dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
         for n0 in tl.range(0, token.count, BLOCK_N):
             page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
             k, v = load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS)
-            s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
-            p = probabilities(s, lse[:, None], OPTIONS.IS_PRECISE)
-            p = tl.where(is_seen[None, :] & sees[:, None], p, 0.0)
-            dp = chunk_scores(dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-            ds = score_gradients(s, p, dp, d[:, None], scalars, OPTIONS).to(DTYPE)
+            p, ds = key_gradients(queries, rows, k, v, is_seen, pointers, scalars, OPTIONS)
             dq = add_chunk_products(dq, ds, k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
             entry = n0 + tl.arange(0, BLOCK_N)
             exists = entry < token.count
@@ -119,19 +100,13 @@ def _selected_parts_kernel(
                     OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, HEAD_TILES > 1,
                 )  # fmt: skip
             if parts.v is not None:
-                part = _part_of(p.to(DTYPE), dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
+                part = _part_of(p.to(ds.dtype), rows.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 _put(
                     parts.v, part, first + entry, exists, head_tile > 0, OPTIONS.V_LOW,
                     OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, HEAD_TILES > 1,
                 )  # fmt: skip
         if gradients.dq is not None:
-            dq = (dq[0] * scalars.scale, dq[1] * scalars.scale)
-            r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            at = (token.row * OPTIONS.NUM_HEADS + queries.head).to(tl.int64) * OPTIONS.HEAD_DIM
-            store_chunks(
-                gradients.dq + at, dq, r < OPTIONS.GROUP_SIZE, OPTIONS.K_LOW, OPTIONS.K_HIGH,
-                OPTIONS.HEAD_DIM, Q_FORMAT,
-            )  # fmt: skip
+            store_dq(dq, token, queries, head_tile, gradients, scalars, OPTIONS)
 
 
 @triton.jit

@@ -26,6 +26,17 @@ PARTS = tl.constexpr(8)
 COUNTERS, TOGETHER = tl.constexpr(256), tl.constexpr(4)
 
 
+class Row(NamedTuple):
+    """The scores of a token and group, as values of the kernel."""
+
+    ptr: Any
+    num_there: Any  # units that the token sees
+    own: Any  # the unit that the token is in
+    # how many of the first units, and of the last ones up to its own, are selected in any case
+    force_first: Any
+    force_last: Any
+
+
 class TopPointers(NamedTuple):
     """Scores, and memory for what is made of them."""
 
@@ -36,28 +47,24 @@ class TopPointers(NamedTuple):
 
 
 @triton.jit
-def _load_scores(
-    u0, row_ptr, num_there, own, force_first, force_last, UNITS: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-):  # fmt: skip
+def _load_scores(u0, row, UNITS: tl.constexpr, HAS_FORCED: tl.constexpr):
     """Units from u0 on, their scores, and which are selected whatever their scores are. The scores
     of those, and of units that are not there, are -inf; NaN counts as infinity.
     """
     unit = u0 + tl.arange(0, UNITS)
-    score, is_forced = _scores_of(
-        unit, row_ptr, num_there, own, force_first, force_last, HAS_FORCED
-    )
+    score, is_forced = _scores_of(unit, row, HAS_FORCED)
     return unit, score, is_forced
 
 
 @triton.jit
-def _scores_of(unit, row_ptr, num_there, own, force_first, force_last, HAS_FORCED: tl.constexpr):
+def _scores_of(unit, row, HAS_FORCED: tl.constexpr):
     """The same of units."""
-    score = tl.load(row_ptr + unit, mask=unit < num_there, other=float("-inf"))
+    score = tl.load(row.ptr + unit, mask=unit < row.num_there, other=float("-inf"))
     score = tl.where(score != score, float("inf"), score)
     is_forced = tl.zeros_like(unit) > 0
     if HAS_FORCED:
-        is_forced = (unit < force_first) | (unit <= own) & (unit > own - force_last)
+        is_forced = unit < row.force_first
+        is_forced = is_forced | (unit <= row.own) & (unit > row.own - row.force_last)
         is_forced = is_forced & (score > float("-inf"))
         score = tl.where(is_forced, float("-inf"), score)
     return score, is_forced
@@ -86,19 +93,14 @@ def _added(counts, is_counted):
 
 
 @triton.jit
-def _count_parts(
-    lo, step, hi, row_ptr, num_there, own, force_first, force_last, UNITS: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-):  # fmt: skip
+def _count_parts(lo, step, hi, row, UNITS: tl.constexpr, HAS_FORCED: tl.constexpr):
     """How many scores reach lo + step, lo + 2 step, ..., which end before hi."""
     thresholds, counts = (), ()
     for i in tl.static_range(1, PARTS):
         thresholds += (_as_float(tl.minimum(lo + step * i, hi - 1)),)  # type: ignore[assignment]
         counts += (tl.zeros([COUNTERS], tl.int32),)  # type: ignore[assignment]
-    for u0 in tl.range(0, num_there, UNITS):
-        _, score, _ = _load_scores(
-            u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+    for u0 in tl.range(0, row.num_there, UNITS):
+        _, score, _ = _load_scores(u0, row, UNITS, HAS_FORCED)
         more = ()
         for i in tl.static_range(PARTS - 1):
             more += (_added(counts[i], score >= thresholds[i]),)  # type: ignore[assignment]
@@ -110,25 +112,18 @@ def _count_parts(
 
 
 @triton.jit
-def _cut(
-    left, row_ptr, num_there, own, force_first, force_last, UNITS: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-):  # fmt: skip
+def _cut(left, row, UNITS: tl.constexpr, HAS_FORCED: tl.constexpr):
     """As `_bisect`, of a whole row."""
     lo = _in_order(tl.full([], float("-inf"), tl.float32)) + 1
     hi = _in_order(tl.full([], float("inf"), tl.float32)) + 1
     reaching = tl.zeros([], tl.int32)
-    for u0 in tl.range(0, num_there, UNITS):
-        _, score, _ = _load_scores(
-            u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+    for u0 in tl.range(0, row.num_there, UNITS):
+        _, score, _ = _load_scores(u0, row, UNITS, HAS_FORCED)
         reaching += tl.sum((score > float("-inf")).to(tl.int32), 0)
     above = tl.zeros([], tl.int32)
     while (reaching > left) & (hi - lo > 1):
         step = tl.maximum((hi - lo) // PARTS, 1)
-        totals = _count_parts(
-            lo, step, hi, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+        totals = _count_parts(lo, step, hi, row, UNITS, HAS_FORCED)
         begin, end = lo, hi
         for i in tl.static_range(PARTS - 1):
             threshold = tl.minimum(begin + step * (i + 1), end - 1)
@@ -163,17 +158,14 @@ def _bisect(score, left):
 
 
 @triton.jit
-def _suggest(
-    left, row_ptr, num_there, own, force_first, force_last, UNITS: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-):  # fmt: skip
+def _suggest(left, row, UNITS: tl.constexpr, HAS_FORCED: tl.constexpr):
     """Two thresholds, as integers: by a sample of a row, `left` scores reach the lower one and not
     the higher one.
     """
     i = tl.arange(0, UNITS)
-    unit = i // RUN * (RUN * (num_there // UNITS)) + i % RUN
-    score, _ = _scores_of(unit, row_ptr, num_there, own, force_first, force_last, HAS_FORCED)
-    rank = tl.maximum(left, 0).to(tl.float32) * UNITS / num_there.to(tl.float32)
+    unit = i // RUN * (RUN * (row.num_there // UNITS)) + i % RUN
+    score, _ = _scores_of(unit, row, HAS_FORCED)
+    rank = tl.maximum(left, 0).to(tl.float32) * UNITS / row.num_there.to(tl.float32)
     # neighbours may be alike: eight times their standard deviation if none are
     slack = 8.0 * tl.sqrt(rank) + 2.0 * RUN
     many, few = (rank + slack).to(tl.int32), tl.maximum(rank - slack, 0.0).to(tl.int32)
@@ -193,19 +185,14 @@ def _suggest(
 
 
 @triton.jit
-def _gather_between(
-    lo, hi, rest_ptr, row_ptr, num_there, own, force_first, force_last, UNITS: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-):  # fmt: skip
+def _gather_between(lo, hi, rest_ptr, row, UNITS: tl.constexpr, HAS_FORCED: tl.constexpr):
     """How many scores of a row reach the higher threshold, and how many the lower one alone, of
     which the first UNITS are written to `rest_ptr`."""
     low, high = _as_float(lo), _as_float(hi)
     has_high = hi <= _in_order(tl.full([], float("inf"), tl.float32))
     above, between = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for u0 in tl.range(0, num_there, UNITS):
-        _, score, _ = _load_scores(
-            u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+    for u0 in tl.range(0, row.num_there, UNITS):
+        _, score, _ = _load_scores(u0, row, UNITS, HAS_FORCED)
         is_above = (score >= high) & has_high
         is_between = (score >= low) & (score > float("-inf")) & (is_above == 0)
         so_far = tl.cumsum(is_between.to(tl.int32), 0)
@@ -237,28 +224,23 @@ def _top_units_kernel(
     num_there = tl.minimum(num_there, num_units)
     own = tl.minimum(token.position, token.key_len - 1)
     own = tl.where(own < 0, -1, own // OPTIONS.SELECT_SIZE).to(tl.int32)
-    row = (tl.program_id(0) * tl.num_programs(1) + group).to(tl.int64)
-    row_ptr = top.scores + row * num_units
+    number = (tl.program_id(0) * tl.num_programs(1) + group).to(tl.int64)
+    row_ptr = top.scores + number * num_units
+    row = Row(row_ptr, num_there, own, force_first, force_last)
 
     forced = tl.zeros([], tl.int32)
     if HAS_FORCED:
         for u0 in tl.range(0, num_there, UNITS):
-            _, _, is_forced = _load_scores(
-                u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-            )
+            _, _, is_forced = _load_scores(u0, row, UNITS, HAS_FORCED)
             forced += tl.sum(is_forced.to(tl.int32), 0)
     left = wanted - forced
     if num_there <= UNITS:
-        _, score, _ = _load_scores(
-            0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+        _, score, _ = _load_scores(0, row, UNITS, HAS_FORCED)
         lo, reaching, above = _bisect(score, left)
     else:
-        lo, hi = _suggest(left, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED)
-        rest_ptr = top.rest + row * UNITS
-        above, between = _gather_between(
-            lo, hi, rest_ptr, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+        lo, hi = _suggest(left, row, UNITS, HAS_FORCED)
+        rest_ptr = top.rest + number * UNITS
+        above, between = _gather_between(lo, hi, rest_ptr, row, UNITS, HAS_FORCED)
         if (above < left) & (above + between >= left) & (between <= UNITS):
             tl.debug_barrier()
             i = tl.arange(0, UNITS)
@@ -267,9 +249,7 @@ def _top_units_kernel(
             reaching += above
             above += more
         else:
-            lo, reaching, above = _cut(
-                left, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-            )
+            lo, reaching, above = _cut(left, row, UNITS, HAS_FORCED)
     # all that reach lo are selected, or of those that are equal to it the first ones
     is_exact = reaching <= left
     last = _as_float(lo)
@@ -278,9 +258,7 @@ def _top_units_kernel(
     equal_left = left - above
     at = ((first_row + tl.program_id(0)) * tl.num_programs(1) + group).to(tl.int64)
     for u0 in tl.range(0, num_there, UNITS):
-        unit, score, is_forced = _load_scores(
-            u0, row_ptr, num_there, own, force_first, force_last, UNITS, HAS_FORCED
-        )
+        unit, score, is_forced = _load_scores(u0, row, UNITS, HAS_FORCED)
         is_there = score > float("-inf")
         is_better = is_forced | is_there & ((score > last) | (is_exact & (score == last)))
         is_equal = is_there & (score == last) & (not is_exact)

@@ -15,18 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.common.unit_items import (
-    BATCH,
-    COUNT,
-    FIRST,
-    HEAD,
-    IS_CUT,
-    ITEM_WORDS,
-    STOP,
-    UNIT,
-    UnitLists,
-    units_of,
-)
+from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS, UnitLists, units_of
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.keys import SelectedSizes, find_token
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
@@ -57,8 +46,7 @@ class EntryPointers(NamedTuple):
 
 def buckets_of(call: AttentionCall) -> int:
     """The number of buckets."""
-    selection = call.selection
-    assert selection is not None
+    selection = call.lists
     sequences = 1 if call.is_slots else max(call.batch, 1)
     return selection.key_indices.shape[1] * sequences * units_of(call)
 
@@ -69,8 +57,7 @@ def make_unit_lists(
     """The lists of some query rows. An item has `most` entries at most, a multiple of `multiple`; a
     bucket that has more is cut into items of equal length, but for the last one.
     """
-    selection, device = call.selection, call.q.device
-    assert selection is not None
+    selection, device = call.lists, call.q.device
     _, groups, entries = selection.key_indices.shape
     count, num_buckets = rows.stop - rows.start, buckets_of(call)
 
@@ -260,11 +247,11 @@ def _order_entries_kernel(
     least = FAR - tl.load(pointers.counters + 2 * num_buckets + bucket, mask=begins, other=0)
     unit, of_head = bucket % units, bucket // units
     item_ptr = pointers.items + item.to(tl.int64) * ITEM_WORDS
-    tl.store(item_ptr + FIRST, start + rank * length, mask=begins)
-    tl.store(item_ptr + COUNT, tl.minimum(count - rank * length, length), mask=begins)
-    tl.store(item_ptr + UNIT, unit, mask=begins)
-    tl.store(item_ptr + BATCH, of_head % sequences, mask=begins)
-    tl.store(item_ptr + HEAD, of_head // sequences, mask=begins)
-    tl.store(item_ptr + STOP, stop, mask=begins)
+    tl.store(item_ptr + ITEM.FIRST, start + rank * length, mask=begins)
+    tl.store(item_ptr + ITEM.COUNT, tl.minimum(count - rank * length, length), mask=begins)
+    tl.store(item_ptr + ITEM.UNIT, unit, mask=begins)
+    tl.store(item_ptr + ITEM.BATCH, of_head % sequences, mask=begins)
+    tl.store(item_ptr + ITEM.HEAD, of_head // sequences, mask=begins)
+    tl.store(item_ptr + ITEM.STOP, stop, mask=begins)
     is_cut = (least < (unit + 1) * SELECT_SIZE).to(tl.int32)
-    tl.store(item_ptr + IS_CUT, is_cut, mask=begins)
+    tl.store(item_ptr + ITEM.IS_CUT, is_cut, mask=begins)
