@@ -178,7 +178,8 @@ def _sparse_mla(batch: Any, page_size: int, step: int) -> Callable[[Generation],
         )
         # of the window that it is merged with: sums, their divisors and maxima
         of_row = ShapeDtypeStruct((tokens, heads), jnp.float32)
-        return call, (
+        # the result takes the queries' memory
+        return jax.jit(call, donate_argnums=0), (
             batch.q, nope, rope, np.stack(lists).astype(np.int32),
             pages[: tokens * of_sequence].astype(np.int32), batch.cu_seqlens, counts, batch.sinks,
             batch.q, of_row, of_row,
