@@ -44,6 +44,18 @@ CASES = tuple(
     )
 )
 
+# a step over caches of 8 bits with a scale for each token and head
+BY_TOKEN = tuple(
+    dataclasses.replace(
+        LLAMA,
+        name=f"llama3_8b/{name}_by_token",
+        seqs=((1, 1023),) * 2,
+        kv_dtype=kv_dtype,
+        descale="tokens",
+    )
+    for name, kv_dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn))
+)
+
 # a step whose lists name a quarter of its pages
 SELECTED_UNITS = 16
 SELECTED = dataclasses.replace(

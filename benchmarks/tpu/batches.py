@@ -4,6 +4,7 @@ Tables have values, since they decide what a kernel does; tensors have shapes on
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ LEAST_SLOTS = 1 << 18  # 1 GiB of Llama-3-8B's keys and values in one layer
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences over a paged bfloat16 cache, pages in random order; those of one query first."""
+    """Sequences over a paged cache, pages in random order; those of one query first."""
 
     keys: tuple[int, ...]
     queries: tuple[int, ...]
@@ -24,12 +25,13 @@ class Batch:
     head_dim: int = 128
     window: int = -1  # keys to the left that a query sees
     has_sinks: bool = False
+    stored: Any = jnp.bfloat16  # the type of the cache
 
     @classmethod
     def equal(
-        cls, sequences: int, keys: int, queries: int, page_size: int, **heads: int
+        cls, sequences: int, keys: int, queries: int, page_size: int, **others: Any
     ) -> "Batch":
-        return cls((keys,) * sequences, (queries,) * sequences, page_size, **heads)
+        return cls((keys,) * sequences, (queries,) * sequences, page_size, **others)
 
     @property
     def sequences(self) -> int:
@@ -55,7 +57,8 @@ class Batch:
             keys if self.window < 0 else min(keys, self.window + queries)
             for keys, queries in zip(self.keys, self.queries, strict=True)
         ]
-        return 2 * 2 * sum(seen) * self.num_kv_heads * self.head_dim
+        row = self.num_kv_heads * self.head_dim * jnp.dtype(self.stored).itemsize
+        return 2 * sum(seen) * row
 
     @property
     def q(self) -> ShapeDtypeStruct:
@@ -77,7 +80,13 @@ class Batch:
             self.num_kv_heads,
             *(row if self.head_dim < 128 else (self.page_size, self.head_dim)),
         )
-        return ShapeDtypeStruct((2, self.num_pages, *page), jnp.bfloat16)
+        return ShapeDtypeStruct((2, self.num_pages, *page), self.stored)
+
+    @property
+    def scales_by_token(self) -> ShapeDtypeStruct:
+        """Of keys or of values: one for each token and head of the cache."""
+        shape = self.num_pages, self.num_kv_heads, self.page_size
+        return ShapeDtypeStruct(shape, jnp.float32)
 
     @property
     def cu_seqlens(self) -> np.ndarray:

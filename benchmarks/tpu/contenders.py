@@ -15,7 +15,7 @@ import numpy as np
 from batches import SERVED, Batch
 from generations import Generation
 from jax import ShapeDtypeStruct
-from peers import Missing, jax_paged_attention, mla, rpa_v3, splash
+from peers import Missing, jax_paged_attention, mla, rpa_v3, sparse_mla, splash
 
 from torch_paged_attn.backends.tpu.cache_write import reshape_and_cache
 from torch_paged_attn.backends.tpu.functions import blocksparse, flash_varlen, flash_varlen_backward
@@ -91,6 +91,7 @@ def alone(
     name: str, batch: Batch, tensors: dict[str, Any] | None = None, **options: Any
 ) -> Problem:
     """Serving without a peer beside it, with more arguments of the op."""
+    options = {"causal": True} | options
 
     def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         config = config_for(generation)
@@ -99,7 +100,7 @@ def alone(
             cu_seqlens, seqused_k, block_table = tables
             return flash_varlen(
                 q, cache, None, cu_seqlens, None, seqused_k, block_table,
-                max_seqlen_q=max(batch.queries), causal=True, config=config, **given, **options,
+                max_seqlen_q=max(batch.queries), config=config, **given, **options,
             )  # fmt: skip
 
         tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
@@ -139,6 +140,43 @@ def mla_decode(name: str, batch: Batch, width_v: int) -> Problem:
         "ours, queries of whole lanes": ours_of(k_shape[-1]),
         "MLA": mla(batch, width_v=width_v),
     }
+    return Problem(name, contenders, 2 * sum(batch.keys) * batch.head_dim)
+
+
+def by_token(name: str, batch: Batch) -> Problem:
+    """A cache of 8 bits with a scale for each token and head."""
+    scales = batch.scales_by_token
+    scale_bytes = 2 * 4 * sum(batch.keys) * batch.num_kv_heads
+    problem = alone(name, batch, {"k_descale": scales, "v_descale": scales})
+    return dataclasses.replace(problem, live_bytes=problem.live_bytes + scale_bytes)
+
+
+def selected_latents(name: str, unit: int) -> Problem:
+    """64 tokens with 128 heads, each of which attends 1,024 latents of 512 numbers that its list
+    names, in units of `unit` keys: a sequence for each token, as `selected_attention` makes them.
+    """
+    batch = Batch.equal(
+        64, 1024, 1, unit, num_heads=128, num_kv_heads=1, head_dim=512, has_sinks=True
+    )
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(q: Any, k: Any, v: Any, sinks: Any, *tables: Any) -> Any:
+            cu_seqlens, seqused_k, block_table = tables
+            return flash_varlen(
+                q, k, v, cu_seqlens, None, seqused_k, block_table, sinks=sinks, max_seqlen_q=1,
+                config=config,
+            )  # fmt: skip
+
+        page = 1, unit, batch.head_dim
+        k, v = (ShapeDtypeStruct((n, *page), jnp.bfloat16) for n in (batch.num_pages, 0))
+        tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
+        return call, (batch.q, k, v, batch.sinks, *tables)
+
+    contenders: dict[str, Build | tuple[Build, ...]] = {"ours": build}
+    if unit == 1:
+        contenders["sparse_mla"] = sparse_mla(batch, page_size=64)
     return Problem(name, contenders, 2 * sum(batch.keys) * batch.head_dim)
 
 
@@ -302,6 +340,19 @@ PROBLEMS = [
         "decode_of_4_heads_b64_kv4096_page16",
         Batch.equal(64, 4096, 1, 16, num_heads=4, num_kv_heads=1),
     ),
+    by_token("int8_by_token_b64_kv4096_page32", Batch.equal(64, 4096, 1, 32, stored=jnp.int8)),
+    by_token(
+        "e4m3_by_token_b64_kv4096_page32", Batch.equal(64, 4096, 1, 32, stored=jnp.float8_e4m3fn)
+    ),
+    # lists of whole pages: each token is a sequence of one query; by KV heads, each of its heads
+    alone("selected_b64_16_pages_of_64", Batch.equal(64, 1024, 1, 64), causal=False),
+    alone(
+        "selected_by_head_b64_16_pages_of_64",
+        Batch.equal(512, 1024, 1, 64, num_heads=4, num_kv_heads=1),
+        causal=False,
+    ),
+    selected_latents("selected_latents_b64_16_pages_of_64", 64),
+    selected_latents("selected_latents_b64_1024_tokens", 1),
     blocksparse_causal(4096, 8, 128, 512),
     blocksparse_causal(4096, 8, 128, 1024),
     backward_causal(4096, 8, 128, 512),

@@ -1,20 +1,30 @@
 #!/usr/bin/env bash
-# Brings vLLM's ragged paged attention v3 and its MLA kernel for TPU into .peer/, which git ignores (2 MB): pure JAX.
+# Brings vLLM's ragged paged attention v3 and its MLA kernel for TPU, and tokamax's sparse_mla, into
+# .peer/, which git ignores (2 MB): pure JAX. tokamax asks for Python 3.12 and JAX 0.11; these files of
+# it run with 3.11 and 0.10.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-[ -e .peer/tpu_inference/kernels/mla/v2 ] && exit
+[ -e .peer/tpu_inference/kernels/mla/v2 ] && [ -e .peer/tokamax ] && exit
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-"$python" -m pip download --quiet --no-deps --dest "$tmp" tpu-inference==0.32.0
+download=("$python" -m pip download --quiet --no-deps --dest "$tmp")
+"${download[@]}" tpu-inference==0.32.0
+"${download[@]}" --python-version 3.12 --only-binary=:all: tokamax==0.0.17
 mkdir -p .peer
-"$python" - "$tmp"/tpu_inference-*.whl .peer <<'PY'
+"$python" - .peer "$tmp"/*.whl <<'PY'
 import sys, zipfile
-wheel, target = sys.argv[1:]
-with zipfile.ZipFile(wheel) as archive:
-    for name in archive.namelist():
-        wanted = "ragged_paged_attention/v3/", "mla/v2/"
-        if name.startswith(tuple("tpu_inference/kernels/" + folder for folder in wanted)):
-            archive.extract(name, target)
+target, *wheels = sys.argv[1:]
+kernels, ops = "tpu_inference/kernels/", "tokamax/_src/ops/"
+wanted = (
+    kernels + "ragged_paged_attention/v3/", kernels + "mla/v2/",
+    ops + "sparse_mla/pallas_mosaic_tpu_kernel.py", ops + "csa_gather/pallas_mosaic_tpu_kernel.py",
+    ops + "dsv4_compressor/csa_cache_layout.py",
+)
+for wheel in wheels:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith(wanted):
+                archive.extract(name, target)
 PY
-echo "RPA v3 and MLA are in .peer/tpu_inference"
+echo "RPA v3 and MLA are in .peer/tpu_inference, sparse_mla in .peer/tokamax"

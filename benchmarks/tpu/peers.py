@@ -1,8 +1,9 @@
 """Other people's kernels on our problems: they live in JAX or in .peer/, nothing of them here.
 
 RPA v3 and the MLA kernel (`get_peers.sh`) write the new keys into the cache in the same kernel and
-want a cache of their own layout. The seed design is the kernel it came from, JAX's
-`paged_attention`.
+want a cache of their own layout. tokamax's sparse_mla gathers the rows of a list on the SparseCore,
+whose code nothing here counts, and then attends to them by a kernel. The seed design is the kernel
+it came from, JAX's `paged_attention`.
 """
 
 import contextlib
@@ -31,6 +32,9 @@ RPA_CHUNK_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
 
 # keys of a block that the MLA kernel is tried with
 MLA_BLOCKS = (1024, 2048, 4096)
+
+# tokens of a step that sparse_mla is tried with
+SPARSE_MLA_TOKENS = (4, 8, 16)
 
 
 class Missing(Exception):
@@ -131,6 +135,54 @@ def _mla(batch: Any, width_v: int, block_keys: int) -> Callable[[Generation], An
             ShapeDtypeStruct(cache, jnp.bfloat16),
             *(ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
             batch.seqused_k, batch.block_table.reshape(-1), batch.cu_seqlens, counts,
+        )  # fmt: skip
+
+    return build
+
+
+def sparse_mla(batch: Any, page_size: int) -> tuple[Callable[[Generation], Any], ...]:
+    """Each token attends as many latents as `batch` has keys, from a cache of DeepSeek-V4's format:
+    448 numbers of e4m3 with 64 scales, and 64 of bfloat16. Tried with steps of several sizes.
+    """
+    return tuple(_sparse_mla(batch, page_size, tokens) for tokens in SPARSE_MLA_TOKENS)
+
+
+def _sparse_mla(batch: Any, page_size: int, step: int) -> Callable[[Generation], Any]:
+
+    def build(generation: Generation) -> Any:
+        if not (PEER / "tokamax").exists():
+            raise Missing("benchmarks/tpu/get_peers.sh brings it")
+        if generation.name in ("v4", "v5e"):
+            raise Missing("gathers on a SparseCore of v6e or TPU7x")
+        if str(PEER) not in sys.path:
+            sys.path.insert(0, str(PEER))
+        from tokamax._src.ops.sparse_mla import pallas_mosaic_tpu_kernel as kernel
+
+        def call(*tensors: Any) -> Any:
+            with _devices_are(generation):
+                return kernel.sparse_ragged_paged_attention(
+                    *tensors, sm_scale=batch.head_dim**-0.5, attention_kernel_batch_size=step,
+                    gather_and_attention_chunk_size=batch.tokens,
+                    vmem_limit_bytes=generation.vmem_bytes * 3 // 4,
+                )  # fmt: skip
+
+        selected, tokens, heads = max(batch.keys), batch.tokens, batch.num_heads
+        of_sequence = 2 * selected // page_size
+        random = np.random.default_rng(0)
+        lists = [random.permutation(of_sequence * page_size)[:selected] for _ in range(tokens)]
+        pages = random.permutation(batch.num_pages * batch.page_size // page_size)
+        counts = np.array([tokens] * 3, np.int32)
+        nope, rope = (
+            ShapeDtypeStruct((len(pages), rows, 128), jnp.int32)
+            for rows in (page_size, page_size // 4)
+        )
+        # of the window that it is merged with: sums, their divisors and maxima
+        of_row = ShapeDtypeStruct((tokens, heads), jnp.float32)
+        # the result takes the queries' memory
+        return jax.jit(call, donate_argnums=0), (
+            batch.q, nope, rope, np.stack(lists).astype(np.int32),
+            pages[: tokens * of_sequence].astype(np.int32), batch.cu_seqlens, counts, batch.sinks,
+            batch.q, of_row, of_row,
         )  # fmt: skip
 
     return build

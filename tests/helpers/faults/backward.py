@@ -28,8 +28,8 @@ FAULTS = (
     Fault(
         "dq of the first chunk alone",
         SUMS,
-        "moving=dx_turned[:, chunk, unseen:columns],\n                    accumulate=chunk > 0",
-        "moving=dx_turned[:, chunk, unseen:columns],\n                    accumulate=False",
+        "moving=dx_turned[:, chunk, unseen:columns], accumulate=chunk > 0",
+        "moving=dx_turned[:, chunk, unseen:columns], accumulate=False",
         GRADIENTS_LONG,
     ),
     Fault(
@@ -63,8 +63,8 @@ FAULTS = (
     Fault(
         "rows of dq of the last chunk alone",
         SUMS,
-        "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=chunk > 0",
-        "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=False",
+        "moving=item.k[:, chunk, 0, 0, :], accumulate=chunk > 0",
+        "moving=item.k[:, chunk, 0, 0, :], accumulate=False",
         ROWS,
     ),
     Fault(

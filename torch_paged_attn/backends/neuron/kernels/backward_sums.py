@@ -99,20 +99,16 @@ def add_to_sums(token_sums, rows, weights, is_further):
     if token_sums.as_rows:
         for chunk in range(columns // P):
             nisa.nc_matmul(
-                dst=sums[:, chunk, 0:dim],
-                stationary=weights[:, chunk * P : chunk * P + P],
-                moving=rows,
-                accumulate=is_further,
-            )
+                dst=sums[:, chunk, 0:dim], stationary=weights[:, chunk * P : chunk * P + P],
+                moving=rows, accumulate=is_further,
+            )  # fmt: skip
     else:
         for step in range(sums.shape[1]):
             start, stop = step * P, min(dim, step * P + P)
             nisa.nc_matmul(
-                dst=sums[0 : stop - start, step, 0:columns],
-                stationary=rows[:, start:stop],
-                moving=weights,
-                accumulate=is_further,
-            )
+                dst=sums[0 : stop - start, step, 0:columns], stationary=rows[:, start:stop],
+                moving=weights, accumulate=is_further,
+            )  # fmt: skip
 
 
 def begin_and_turn(token_sums, dst, q, level, dx):
@@ -127,11 +123,9 @@ def begin_and_turn(token_sums, dst, q, level, dx):
     )
     for chunk in range(chunks):
         nisa.nc_matmul(
-            dst=sums[:, chunk],
-            stationary=dx[:, chunk * P : chunk * P + P],
-            moving=moving,
+            dst=sums[:, chunk], stationary=dx[:, chunk * P : chunk * P + P], moving=moving,
             accumulate=False,
-        )
+        )  # fmt: skip
     for first in range(0, chunks, token_sums.together):
         last = min(first + token_sums.together, chunks)
         nisa.tensor_copy(dst=dst[:, first:last], src=sums[:, first:last, P : 2 * P])
@@ -167,11 +161,9 @@ def sum_rows_over_keys(stack, seen, dx_turned, item, options):
         tile = seen[place][LEVEL] - lowest
         for chunk in range(seen[place][COLUMNS] // P):
             nisa.nc_matmul(
-                dst=rows[:, tile],
-                stationary=dx_turned[:, chunk, tile * P : tile * P + P],
-                moving=item.k[:, chunk, 0, 0, :],
-                accumulate=chunk > 0,
-            )
+                dst=rows[:, tile], stationary=dx_turned[:, chunk, tile * P : tile * P + P],
+                moving=item.k[:, chunk, 0, 0, :], accumulate=chunk > 0,
+            )  # fmt: skip
     total = stack.dq[:, lowest : lowest + tiles]
     nisa.activation(dst=total, op=nl.copy, data=rows, scale=options.backward.out_scale)
 
@@ -190,9 +182,8 @@ def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
                 nisa.nc_matmul(
                     dst=product[:, unseen:columns],
                     stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
-                    moving=dx_turned[:, chunk, unseen:columns],
-                    accumulate=chunk > 0,
-                )
+                    moving=dx_turned[:, chunk, unseen:columns], accumulate=chunk > 0,
+                )  # fmt: skip
         total = stack.dq[0 : stop - start, step, lowest : last + 1]
         if options.backward.one_product:
             nisa.activation(dst=total, op=nl.copy, data=product, scale=options.backward.out_scale)

@@ -131,6 +131,7 @@ class Program(nl.NKIObject):
     first_head: int
     heads: int
     identity: Any  # (P, P)
+    ones: Any  # (1, P) float32, or None without scales by token
     key_of_column: Any  # (P, tile_k)
     key_of_partition: Any  # (P, chunks * run): of values
     key_of_share: Any  # (P, chunks * share * run): of keys, on the second generation

@@ -2,7 +2,7 @@
 
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
 from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout
-from torch_paged_attn.backends.neuron.kernels.query_tile import outside
+from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, outside
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 # the numbers that a row of queries has to itself, for each head
@@ -11,10 +11,10 @@ NUM_SCALARS = 4
 
 
 def load_part(table, number, pattern, size, offset, program):
-    """What a pattern names of an item of a table, from `offset` on: (P, width). Items are `size`
-    numbers apart; that of a dynamic item is in a register.
+    """What a pattern names of an item of a table, from `offset` on, as many rows and columns. Items
+    are `size` numbers apart; that of a dynamic item is in a register.
     """
-    tile = nl.ndarray((P, pattern[1][1]), dtype=table.dtype, buffer=nl.sbuf)
+    tile = nl.ndarray((pattern[0][1], pattern[1][1]), dtype=table.dtype, buffer=nl.sbuf)
     first = program.first_item * size + offset
     if program.options.is_dynamic:
         part = table.ap(pattern=pattern, offset=first, scalar_offset=number, indirect_dim=0)
@@ -31,11 +31,23 @@ def load_table(table, number, program):
 
 
 def load_token_scales(kind, head, number, tensors, program):
-    """Scales by token of one head's keys (kind 0) or values (1), (P, tile_k) float32."""
+    """Scales by token of one head's keys (kind 0) or values (1), (P, tile_k) float32: they are read
+    once, and brought to every partition by products with 1, which are exact in float32.
+    """
     tile_k, size = tensors.positions.shape[1], tensors.token_scales.shape[1]
     offset = (kind * program.options.num_kv_heads + program.first_head + head) * tile_k
-    pattern = [[0, P], [1, tile_k]]  # the same on every partition
-    return load_part(tensors.token_scales, number, pattern, size, offset, program)
+    pattern = [[tile_k, 1], [1, tile_k]]
+    row = load_part(tensors.token_scales, number, pattern, size, offset, program)
+    scales = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    for first in range(0, tile_k, BANK):
+        columns = row[:, first : min(first + BANK, tile_k)]
+        product = nl.ndarray((P, columns.shape[1]), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(
+            dst=product, stationary=program.ones, moving=columns, is_stationary_onezero=True,
+            accumulate=False,
+        )  # fmt: skip
+        nisa.tensor_copy(dst=scales[:, first : first + columns.shape[1]], src=product)
+    return scales
 
 
 def load_queries(stack, index, tensors, program):

@@ -3,6 +3,7 @@
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P
 from torch_paged_attn.backends.neuron.kernels.groups import Program
 from torch_paged_attn.backends.neuron.kernels.philox import philox_constants
+from torch_paged_attn.backends.neuron.kernels.query_tile import filled
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 
@@ -27,12 +28,14 @@ def start_program(dtype, num_items, words, options, columns, draw):
     key_of_share = key_of_partition
     if options.share > 1 and nisa.get_nc_version() == nisa.nc_version.gen2:
         key_of_share = keys_on_partitions(options, options.share)
-    philox = None
+    ones, philox = None, None
+    if options.has_token_scales:
+        ones = filled((1, P), nl.float32, 1.0)
     if options.has_dropout:
         philox = philox_constants(words, draw // 4)
     return Program(
         options, columns, first_item, num_items, first_head, heads,
-        identity, key_of_column, key_of_partition, key_of_share, philox,
+        identity, ones, key_of_column, key_of_partition, key_of_share, philox,
     )  # fmt: skip
 
 

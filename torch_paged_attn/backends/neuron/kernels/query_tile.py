@@ -65,13 +65,9 @@ def outside(dst, values, bounds, start, stop):
     below = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=below, data=values, op0=nl.less, operand0=bounds[:, start : start + 1])
     nisa.scalar_tensor_tensor(
-        dst=dst,
-        data=values,
-        op0=nl.greater_equal,
-        operand0=bounds[:, stop : stop + 1],
-        op1=nl.logical_or,
-        operand1=below,
-    )
+        dst=dst, data=values, op0=nl.greater_equal, operand0=bounds[:, stop : stop + 1],
+        op1=nl.logical_or, operand1=below,
+    )  # fmt: skip
 
 
 def transpose_keys(keys, head, share, identity):
@@ -108,11 +104,9 @@ def contract(product, queries, keys, dim):
     for step in range(queries.shape[1]):
         size = min(dim - step * P, P)
         nisa.nc_matmul(
-            dst=product,
-            stationary=queries[0:size, step, :],
-            moving=keys[0:size, step, :],
+            dst=product, stationary=queries[0:size, step, :], moving=keys[0:size, step, :],
             accumulate=step > 0,
-        )
+        )  # fmt: skip
 
 
 def compute_scores(scores, q, keys, identity, scale, softcap, has_token_scales, token_scales):
@@ -149,13 +143,9 @@ def add_alibi(scores, key_position, position, slope):
     distance = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=distance, data=key_position, op0=nl.subtract, operand0=position)
     nisa.scalar_tensor_tensor(
-        dst=distance,
-        data=distance,
-        op0=nl.multiply,
-        operand0=-1.0,
-        op1=nl.minimum,
+        dst=distance, data=distance, op0=nl.multiply, operand0=-1.0, op1=nl.minimum,
         operand1=distance,
-    )
+    )  # fmt: skip
     nisa.scalar_tensor_tensor(
         dst=scores, data=distance, op0=nl.multiply, operand0=slope, op1=nl.add, operand1=scores
     )
@@ -184,14 +174,10 @@ def mask_and_reduce(scores, row_max, key_of_column, bounds, start, stop):
         nisa.tensor_reduce(dst=row_max, op=nl.maximum, data=scores, axis=1)
     else:
         nisa.range_select(
-            dst=scores,
-            on_true_tile=scores,
-            comp_op0=nl.greater_equal,
-            comp_op1=nl.less,
-            bound0=bounds[:, start : start + 1],
-            bound1=bounds[:, stop : stop + 1],
+            dst=scores, on_true_tile=scores, comp_op0=nl.greater_equal, comp_op1=nl.less,
+            bound0=bounds[:, start : start + 1], bound1=bounds[:, stop : stop + 1],
             reduce_res=row_max,
-        )
+        )  # fmt: skip
 
 
 def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
@@ -279,11 +265,9 @@ def weigh_values(acc, acc_scale, transposed, v, head):
     for chunk in range(chunks):
         for t in range(run):
             nisa.nc_matmul(
-                dst=product,
-                stationary=transposed[:, chunk * run + t, :],
-                moving=v[:, chunk, head, t, :],
-                accumulate=chunk + t > 0,
-            )
+                dst=product, stationary=transposed[:, chunk * run + t, :],
+                moving=v[:, chunk, head, t, :], accumulate=chunk + t > 0,
+            )  # fmt: skip
     nisa.scalar_tensor_tensor(
         dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=product
     )
