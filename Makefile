@@ -26,7 +26,7 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-programs
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test test-briefly check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-transformers test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test test-briefly report check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-transformers test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -75,9 +75,11 @@ test: install
 # each import and collect everything; the longest first. It imports torch, of which lint's programs do not
 # wait for the bytecode.
 test-briefly: install
-	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) --no-print-directory $$slower test-neuron-emulated docs \
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) --no-print-directory $$slower report test-neuron-emulated docs \
 	  EMULATED=tests/contract/test_errors.py ISA_CASES="not page_order and not alone and not refuse and not same_bits and not gaps and not only_read"
+
+report: install
+	$(PYTHON) -m torch_paged_attn
 
 # Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
 test-cpu: install
