@@ -26,7 +26,7 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-programs
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-transformers test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test test-briefly report check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-transformers test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -62,17 +62,24 @@ ONE_PROCESS := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest
 PYTEST := $(ONE_PROCESS) --numprocesses $(PROCESSES) --dist worksteal --durations 15
 AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
-# What takes a minute or less, in one process each, of one thread but in tests of threads: several would
-# each import and collect everything; the longest first. Then the whole suite on the best instruction
-# set of this machine (tests/backends is named, so that it says at the end what did not run). Triton's
-# interpreter is on for a whole process or off. Of the devices' own tests it runs a sample.
+# Then the whole suite on the best instruction set of this machine (tests/backends is named, so that
+# it says at the end what did not run). Triton's interpreter is on for a whole process or off. Of the
+# devices' own tests it runs a sample.
 test: install
-	$(PYTHON) -m torch_paged_attn
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint $$slower test-neuron-emulated docs \
-	  EMULATED=tests/contract/test_errors.py ISA_CASES="not page_order and not alone and not refuse and not same_bits and not gaps and not only_read"
+	$(MAKE) $(AT_ONCE) lint test-briefly
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
 	@tools/changed_devices.sh here
+
+# What takes a minute or less, in one process each, of one thread but in tests of threads: several would
+# each import and collect everything; the longest first. It imports torch, of which lint's programs do not
+# wait for the bytecode.
+test-briefly: install
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) --no-print-directory $$slower report test-neuron-emulated docs \
+	  EMULATED=tests/contract/test_errors.py ISA_CASES="not page_order and not alone and not refuse and not same_bits and not gaps and not only_read"
+
+report: install
+	$(PYTHON) -m torch_paged_attn
 
 # Parts of it, which .github/workflows/ci.yml runs: what every change needs, and the long suites of one device each.
 test-cpu: install

@@ -2,10 +2,7 @@
 names, though no backend's files know them. Both are added to a copy of the package.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,16 +128,18 @@ def copy(tmp_path):
     return tmp_path, add
 
 
-def python(folder, code):
-    env = {**os.environ, "PYTHONPATH": f"{folder}:{TOOLS}", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def python(programs, copy):
+    """Runs code on the copy; returns the lines that it prints."""
+
+    def run(code):
+        return programs.run(code, str(copy[0]), str(TOOLS), TRITON_INTERPRET="1").splitlines()
+
+    return run
 
 
-def test_every_backend_refuses_a_new_argument(copy):
-    folder, add = copy
+def test_every_backend_refuses_a_new_argument(copy, python):
+    _, add = copy
     given = '    {} = argument({}, is_optional=True, meaning="None yet.")\n'
     tensor = given.format("new_tensor: Tensor | None", "None")
     add("attention_call.py", "    _: dataclasses.KW_ONLY\n", tensor)
@@ -152,12 +151,12 @@ def test_every_backend_refuses_a_new_argument(copy):
     refused += [("flash_varlen_out", "new_tensor", "cpu"), ("flash_varlen", "new_number", "cpu")]
     for backend in ("tpu", "neuron", "triton"):
         refused += [("flash_varlen", name, backend) for name in ("new_tensor", "new_number")]
-    assert python(folder, ARGUMENTS) == [
+    assert python(ARGUMENTS) == [
         f"{op}(): {name} is not supported by the {backend} backend" for op, name, backend in refused
     ]
 
 
-def test_every_backend_refuses_a_new_operator(copy):
+def test_every_backend_refuses_a_new_operator(copy, python):
     folder, add = copy
     (folder / "torch_paged_attn/ops/new_op.py").write_text(NEW_OP)
     add(
@@ -166,7 +165,7 @@ def test_every_backend_refuses_a_new_operator(copy):
         "from torch_paged_attn.ops.new_op import new_op\n\n",
     )
     add("ops/__init__.py", '    "blocksparse",\n', '    "new_op",\n')
-    assert python(folder, OPERATOR) == [
+    assert python(OPERATOR) == [
         "new_op(): not supported by the cpu backend",
         "new_op(): expected x to be (rows, columns), got shape (2,)",
         "the cpu backend does not have it yet",

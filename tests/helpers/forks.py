@@ -24,9 +24,7 @@ class Forks:
         return out
 
     def end(self, code, *paths, **environment):
-        """The status that a program ends with, which is 1 wherever it is not 0, what it prints,
-        and its errors.
-        """
+        """The status that a program ends with, what it prints, and its errors."""
         if self.server is None:
             # what stands in PYTHONPATH is not for the programs
             without = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
@@ -69,9 +67,10 @@ def finished(code, paths, environment):
     try:
         exec(code, {"__name__": "__main__"})
     except SystemExit as ended:
-        status = int(bool(ended.code))
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
+        status = ended.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,30 +19,25 @@ CASE = "attention/llama3_8b/decode_b5/bf16"
 EXPERIMENTAL = {"sm90:132": False, "sm80:108": True, "sm120:188": True, "gfx942:304": True}
 
 
-def run(*options, **environment):
-    command = [sys.executable, "-m", "torch_paged_attn", "conformance", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env)
-
-
-def test_report_of_a_cpu(tmp_path):
+def test_report_of_a_cpu(run, tmp_path):
     file = tmp_path / "report.json"
-    ran = run("--device", "cpu", "--only", "*/llama3_8b/prefill_ragged/bf16", "--out", str(file))
-    assert ran.returncode == 0, ran.stderr
+    only = "*/llama3_8b/prefill_ragged/bf16"
+    status, out, errors = run("conformance", "--device", "cpu", "--only", only, "--out", str(file))
+    assert status == 0, errors
     known = json.loads(file.read_text())
     assert known["backend"] == "cpu" and known["counts"]["right"] == known["cases"] == 2
     assert known["packages"]["torch"] == torch.__version__
     assert known["device"]["instruction_set"] in known["device"]["instruction_sets"]
     assert {x["result"] for x in known["results"].values()} == {"right"}
-    assert "2 right, 0 wrong" in ran.stdout.splitlines()[-1]
+    assert "2 right, 0 wrong" in out.splitlines()[-1]
 
 
-def test_the_package_is_enough():
+def test_the_package_is_enough(programs):
     """What the installed package lacks, hypothesis among it, is not imported."""
     program = "import sys; from torch_paged_attn import _conformance; print(*sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    assert not {"hypothesis", "pytest", "jax", "triton", "transformers"} & set(ran.stdout.split())
+    found = set(programs.run(program, str(ROOT)).split())
+    assert "torch_paged_attn._conformance" in found
+    assert not {"hypothesis", "pytest", "jax", "triton", "transformers"} & found
 
 
 def judged(monkeypatch, tmp_path, function):
@@ -92,9 +84,9 @@ def test_other_bits_the_second_time(monkeypatch, tmp_path):
     ("options", "text"),
     [(("--only", "nothing"), "attention, gradients"), (("--device", "mps"), "no backend")],
 )
-def test_no_report(options, text):
-    ran = run(*options)
-    assert ran.returncode == 2 and text in ran.stderr and "Traceback" not in ran.stderr
+def test_no_report(run, options, text):
+    status, _, errors = run("conformance", *options)
+    assert status == 2 and text in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("target", EXPERIMENTAL)

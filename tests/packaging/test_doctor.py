@@ -34,23 +34,6 @@ def sound():
     return _doctor.report()
 
 
-PROGRAM = """
-import runpy, sys
-sys.argv[1:] = {options}
-runpy.run_module("torch_paged_attn", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.fixture
-def run(programs):
-    """Runs the program in a process of its own; returns its status, output and errors."""
-
-    def run(*options, **environment):
-        return programs.end(PROGRAM.format(options=[*options]), str(ROOT), **environment)
-
-    return run
-
-
 def test_a_sound_machine_has_no_problem(sound):
     assert sound["problems"] == []
     found = sound["devices"]["cpu"]

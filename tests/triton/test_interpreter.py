@@ -50,15 +50,49 @@ def test_a_type_that_numpy_lacks_is_an_error():
         quick.np_dtype(tl.void)
 
 
-@pytest.mark.parametrize("fields", [None, ["a", "b"]])
-def test_names_of_types(fields):
-    given = [tl.int32, tl.tuple_type([tl.float32])], fields
-    (init,) = (value for owner, _, value in quick.ORIGINALS if owner is tl.tuple_type)
-    wanted = tl.tuple_type.__new__(tl.tuple_type)
-    init(wanted, *given)
-    found = tl.tuple_type(*given)
-    assert "name" in vars(wanted) and "name" not in vars(found)
-    assert str(found) == found.name == wanted.name and found == wanted
+BLOCK = tl.block_type(tl.pointer_type(tl.float32), [4, 2])
+MADE = [
+    (tl.tuple_type, [tl.int32, tl.tuple_type([tl.float32])]),
+    (tl.tuple_type, [tl.int32, tl.tuple_type([tl.float32])], ["a", "b"]),
+    (tl.block_type, tl.int32, [2, tl.constexpr(4)]),
+    (tl.block_type, tl.pointer_type(tl.int8), tl.tuple([tl.constexpr(16)])),
+    (tl.constexpr, tl.constexpr(3)),
+    (tl.tuple, [tl.constexpr(1), tl.constexpr(2.5)]),
+    (tl.tuple, [tl.constexpr(1)], [tl.int32]),
+    (tl.tensor, None, BLOCK),
+    (tl.tensor, None, tl.float16),
+]
+
+
+@pytest.mark.parametrize("made", MADE, ids=[f"{kind.__name__}-{len(x)}" for kind, *x in MADE])
+def test_what_is_made_late_is_the_same(made):
+    kind, *args = made
+    (init,) = (x for owner, name, x in quick.ORIGINALS if owner is kind and name == "__init__")
+    wanted, late = kind.__new__(kind), {name for owner, name, _ in quick.LATE if owner is kind}
+    init(wanted, *args)
+    found = kind(*args)
+    if not (kind is tl.tuple and len(args) == 2):  # then its type is given
+        assert late <= vars(wanted).keys() and late.isdisjoint(vars(found))
+    for name, value in vars(wanted).items():
+        late_one = getattr(found, name)
+        assert type(late_one) is type(value) and str(late_one) == str(value), name
+    assert vars(found).keys() == vars(wanted).keys()
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"), [([], TypeError), ([3], ValueError), ([2.0], TypeError)]
+)
+def test_shapes_that_no_block_has_are_errors(shape, error):
+    for _ in range(2):
+        with pytest.raises(error):
+            tl.block_type(tl.int32, shape)
+
+
+def test_no_assertion_about_sums_is_left_out():
+    """Those that the interpreter prepares are not made: its option `debug` is off."""
+    builder = quick.interpreter.InterpreterBuilder()
+    assert builder.options.sanitize_overflow and not builder.options.debug
+    assert quick.interpreter.interpreter_builder.options != builder.options
 
 
 @triton.jit
