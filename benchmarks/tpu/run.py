@@ -98,11 +98,18 @@ def main() -> None:
             if options.write:  # at once: a run takes long
                 document["results"] = [rows[x.name] for x in PROBLEMS if x.name in rows]
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(document, indent=1) + "\n")
+                path.write_text(_compact(document))
         if options.write:
             picture.draw(json.loads(path.read_text()), path.with_suffix(".png"))
     if options.budget:
         BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
+
+
+def _compact(document: dict[str, Any]) -> str:
+    """The document as JSON, a line to each problem."""
+    rows = ",\n".join(json.dumps(row) for row in document["results"])
+    head = json.dumps({name: value for name, value in document.items() if name != "results"})
+    return f'{head[:-1]}, "results": [\n{rows}\n]}}\n'
 
 
 if __name__ == "__main__":
