@@ -33,6 +33,7 @@ import float8
 import host
 import latent
 import portable
+import scaled_caches
 import selected
 import selected_families
 import selected_gradients
@@ -43,7 +44,7 @@ import triton
 MODULES = (
     *(attention, float8, latent, backward, train_step),
     *(portable, blocksparse, selected, selected_families, selected_gradients),
-    *(cache_write, host, first_call),
+    *(cache_write, scaled_caches, host, first_call),
 )
 PARTS = {part.__name__: part for part in MODULES}
 
