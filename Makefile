@@ -62,9 +62,9 @@ ONE_PROCESS := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest
 PYTEST := $(ONE_PROCESS) --numprocesses $(PROCESSES) --dist worksteal --durations 15
 AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
-# Then the whole suite on the best instruction set of this machine (tests/backends is named, so that
-# it says at the end what did not run). Triton's interpreter is on for a whole process or off. Of the
-# devices' own tests it runs a sample.
+# Lint beside what takes a minute or less; then the whole suite on the best instruction set of this
+# machine (tests/backends is named, so that it says at the end what did not run). Triton's interpreter
+# is on for a whole process or off. Of the devices' own tests it runs a sample.
 test: install
 	$(MAKE) $(AT_ONCE) lint test-briefly
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
@@ -72,8 +72,8 @@ test: install
 	@tools/changed_devices.sh here
 
 # What takes a minute or less, in one process each, of one thread but in tests of threads: several would
-# each import and collect everything; the longest first. It imports torch, of which lint's programs do not
-# wait for the bytecode.
+# each import and collect everything; the longest first. Lint runs beside it, because the first import of
+# torch compiles its bytecode, which lint does not need.
 test-briefly: install
 	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) --no-print-directory $$slower report test-neuron-emulated docs \
 	  EMULATED=tests/contract/test_errors.py ISA_CASES="not page_order and not alone and not refuse and not same_bits and not gaps and not only_read"

@@ -49,10 +49,9 @@ def tensors_of(call):
     return tuple(call.given_tensors().values())
 
 
-# ways of batches of which each shows something that the others do not: cut tiles of a list, tiles
-# without a list, and keys that are dealt out, which tiles of many queries share
+# tiles of a list whose keys are cut, and tiles without a list: of all problems
 KINDS = "cut low", "numbered low"
-# the same of large tiles, of some problems
+# larger tiles, without a list or with keys that are divided in equal shares: of some problems
 LARGE = {
     "numbered divided": ("g7", "page1", "few_g1"),
     "numbered three": ("page1", "page2_window", "few_g1"),

@@ -263,8 +263,8 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
 
 
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
-    """Sequences of many queries: tiles of queries, of which later ones see more keys. Where keys
-    are dealt out, each tile counts with those of its sequence's last one."""
+    """Sequences of many queries: tiles of queries, of which later ones see more keys. Where
+    keys are divided in equal shares, each tile counts with the keys of its sequence's last one."""
     count = units = longest = 0.0
     for x in guess:
         tokens = min(tile.tokens, x.queries)
