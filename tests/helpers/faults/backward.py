@@ -28,8 +28,8 @@ FAULTS = (
     Fault(
         "dq of the first chunk alone",
         SUMS,
-        "moving=dx_turned[:, chunk, unseen:columns], accumulate=chunk > 0",
-        "moving=dx_turned[:, chunk, unseen:columns], accumulate=False",
+        "nisa.nc_matmul(dst=dst, stationary=keys, moving=moving, accumulate=chunk > 0)",
+        "nisa.nc_matmul(dst=dst, stationary=keys, moving=moving, accumulate=False)",
         GRADIENTS_LONG,
     ),
     Fault(
@@ -63,8 +63,8 @@ FAULTS = (
     Fault(
         "rows of dq of the last chunk alone",
         SUMS,
-        "moving=item.k[:, chunk, 0, 0, :], accumulate=chunk > 0",
-        "moving=item.k[:, chunk, 0, 0, :], accumulate=False",
+        "stationary=part, moving=keys, accumulate=chunk > 0",
+        "stationary=part, moving=keys, accumulate=False",
         ROWS,
     ),
     Fault(
@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "rows of dk and dv of the first keys again and again",
         SUMS,
-        "stationary=weights[:, chunk * P : chunk * P + P]",
-        "stationary=weights[:, 0:P]",
+        "part = weights[:, chunk * P : chunk * P + P]",
+        "part = weights[:, 0:P]",
         ROWS,
     ),
     Fault(
@@ -216,9 +216,9 @@ FAULTS = (
     ),
     Fault(
         "keys that no query sees have rows",
-        "backward_plan.py",
-        "(column < work.key_stop[:, None])",
-        "(column < work.tile_k)",
+        "work_list.py",
+        "(column < self.key_stop[:, None])",
+        "(column < self.tile_k)",
         GRADIENTS,
     ),
     Fault(

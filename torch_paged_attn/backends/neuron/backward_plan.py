@@ -111,8 +111,7 @@ def plan_backward(
                 one_item=one_item,
                 one_product=one_item and [len(part) for part in seen] == [depth],
             )
-            is_whole = (work.key_start == 0) & (work.key_stop == tile_k)
-            sees_all_keys = bool(is_whole.all()) and not has_bias
+            sees_all_keys = bool(work.is_seen.all()) and not has_bias
             info = _with_key_rows(info, heads).to(host.q.device)
             launches.append(BackwardLaunch(info, backward, sees_all_keys))
         return launches
@@ -162,10 +161,8 @@ def backward_tile_sizes(call: AttentionCall) -> TileSizes:
 def _with_key_rows(info: WorkInfo, heads: Heads) -> WorkInfo:
     """The tables with the rows of dk and dv, (token, KV head): -1 where no row sees the key."""
     work, items = info.work, info.items
-    column = torch.arange(work.tile_k)
-    is_seen = (column >= work.key_start[:, None]) & (column < work.key_stop[:, None])
     row = info.slot * heads.num_kv_heads + work.plane[work.stack[items], None]
-    row = row.where(is_seen[items] & ~info.is_idle[:, None], -1)
+    row = row.where(work.is_seen[items] & ~info.is_idle[:, None], -1)
     columns = row.unflatten(1, (-1, P)).transpose(1, 2).to(torch.int32)
     return dataclasses.replace(info, indices=torch.cat([info.indices, columns], 2).contiguous())
 

@@ -88,9 +88,7 @@ class BiasTask:
         """
         work, lines = self.info.work, self.lines
         assert lines is not None
-        column = torch.arange(work.tile_k)
-        is_seen = column >= work.key_start[lines.item, None]
-        is_seen &= column < work.key_stop[lines.item, None]
+        is_seen = work.is_seen[lines.item]
         rows = self.gradient.view(heads.group_size, -1, work.tile_k)
         plane = work.plane[work.stack][lines.item]
         for kv_head in range(heads.num_kv_heads):

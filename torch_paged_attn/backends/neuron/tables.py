@@ -246,9 +246,7 @@ def token_scales(
             return descale[slot[:, None], head[..., None]]
         return descale[page[:, None], head[..., None], slot[:, None]]
 
-    column = torch.arange(work.tile_k)
-    start, stop = (x[info.items][:, None] for x in (work.key_start, work.key_stop))
-    seen = ((column >= start) & (column < stop)).to(device)
+    seen = work.is_seen[info.items].to(device)
     if absent is not None:
         seen &= ~absent
     shape = len(info.items), heads.together, work.tile_k

@@ -92,6 +92,12 @@ class WorkList:
         """Keys of a tile that lie side by side and are gathered as one row."""
         return self.tile_k // self.keys.shape[1]
 
+    @property
+    def is_seen(self) -> Tensor:
+        """Which columns some row sees, `(num_items, tile_k)`."""
+        column = torch.arange(self.tile_k)
+        return (column >= self.key_start[:, None]) & (column < self.key_stop[:, None])
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyTile:

@@ -24,7 +24,7 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
     load_queries,
     load_token_scales,
 )
-from torch_paged_attn.backends.neuron.kernels.philox import drop
+from torch_paged_attn.backends.neuron.kernels.philox import draw
 from torch_paged_attn.backends.neuron.kernels.program import loaded_count, start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     FLOOR,
@@ -124,10 +124,9 @@ def attend_head(number, head, transposed, stack, item, tensors, program):
             update_softmax(in_order, m_i, l_i, acc_scale, scores, row_max)
         if options.has_dropout:
             first_of_group = (program.first_head + head) * options.group_size
-            row = columns.token + level, columns.head + level
-            drop(
-                in_order, item.quad, item.index.view(nl.uint32), row, first_of_group, program.philox
-            )
+            row, index = (columns.token + level, columns.head + level), item.index.view(nl.uint32)
+            dropped = draw(item.quad, index, row, first_of_group, program.philox)
+            nisa.tensor_copy_predicated(dst=in_order, src=0.0, predicate=dropped)
         turned_p = nl.ndarray(p.shape, dtype=p.dtype, buffer=nl.sbuf)
         turn_tiles(turned_p, p, program.identity, by_dma)
         weigh_values(stack.acc[:, level, head, :], acc_scale, turned_p, values, at)

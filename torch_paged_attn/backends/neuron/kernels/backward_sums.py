@@ -98,17 +98,15 @@ def add_to_sums(token_sums, rows, weights, is_further):
     sums, dim, columns = token_sums.sums, rows.shape[1], weights.shape[1]
     if token_sums.as_rows:
         for chunk in range(columns // P):
+            part = weights[:, chunk * P : chunk * P + P]
             nisa.nc_matmul(
-                dst=sums[:, chunk, 0:dim], stationary=weights[:, chunk * P : chunk * P + P],
-                moving=rows, accumulate=is_further,
-            )  # fmt: skip
+                dst=sums[:, chunk, 0:dim], stationary=part, moving=rows, accumulate=is_further
+            )
     else:
         for step in range(sums.shape[1]):
             start, stop = step * P, min(dim, step * P + P)
-            nisa.nc_matmul(
-                dst=sums[0 : stop - start, step, 0:columns], stationary=rows[:, start:stop],
-                moving=weights, accumulate=is_further,
-            )  # fmt: skip
+            dst, part = sums[0 : stop - start, step, 0:columns], rows[:, start:stop]
+            nisa.nc_matmul(dst=dst, stationary=part, moving=weights, accumulate=is_further)
 
 
 def begin_and_turn(token_sums, dst, q, level, dx):
@@ -122,10 +120,8 @@ def begin_and_turn(token_sums, dst, q, level, dx):
         pattern=[[places * P, P], [(places - 1 - level) * P, 2], [1, P]], offset=level * P
     )
     for chunk in range(chunks):
-        nisa.nc_matmul(
-            dst=sums[:, chunk], stationary=dx[:, chunk * P : chunk * P + P], moving=moving,
-            accumulate=False,
-        )  # fmt: skip
+        part = dx[:, chunk * P : chunk * P + P]
+        nisa.nc_matmul(dst=sums[:, chunk], stationary=part, moving=moving, accumulate=False)
     for first in range(0, chunks, token_sums.together):
         last = min(first + token_sums.together, chunks)
         nisa.tensor_copy(dst=dst[:, first:last], src=sums[:, first:last, P : 2 * P])
@@ -160,10 +156,8 @@ def sum_rows_over_keys(stack, seen, dx_turned, item, options):
     for place in range(tiles):
         tile = seen[place][LEVEL] - lowest
         for chunk in range(seen[place][COLUMNS] // P):
-            nisa.nc_matmul(
-                dst=rows[:, tile], stationary=dx_turned[:, chunk, tile * P : tile * P + P],
-                moving=item.k[:, chunk, 0, 0, :], accumulate=chunk > 0,
-            )  # fmt: skip
+            part, keys = dx_turned[:, chunk, tile * P : tile * P + P], item.k[:, chunk, 0, 0, :]
+            nisa.nc_matmul(dst=rows[:, tile], stationary=part, moving=keys, accumulate=chunk > 0)
     total = stack.dq[:, lowest : lowest + tiles]
     nisa.activation(dst=total, op=nl.copy, data=rows, scale=options.backward.out_scale)
 
@@ -179,11 +173,9 @@ def sum_turned_over_keys(stack, seen, part, dx_turned, item, options):
             # the tiles that see it are the last of these
             unseen = unseen_columns(seen, chunk)
             if unseen < columns:
-                nisa.nc_matmul(
-                    dst=product[:, unseen:columns],
-                    stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
-                    moving=dx_turned[:, chunk, unseen:columns], accumulate=chunk > 0,
-                )  # fmt: skip
+                keys = item.k[:, part * chunks + chunk, 0, 0, start:stop]
+                dst, moving = product[:, unseen:columns], dx_turned[:, chunk, unseen:columns]
+                nisa.nc_matmul(dst=dst, stationary=keys, moving=moving, accumulate=chunk > 0)
         total = stack.dq[0 : stop - start, step, lowest : last + 1]
         if options.backward.one_product:
             nisa.activation(dst=total, op=nl.copy, data=product, scale=options.backward.out_scale)

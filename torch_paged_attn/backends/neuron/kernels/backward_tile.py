@@ -115,10 +115,14 @@ def recompute(tile, part, transposed, stack, item, tensors, program):
             nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=masked)
     else:
         nisa.range_select(
-            dst=p, on_true_tile=scores, comp_op0=nl.greater_equal, comp_op1=nl.less,
-            bound0=item.bound[:, start : start + 1], bound1=item.bound[:, stop : stop + 1],
+            dst=p,
+            on_true_tile=scores,
+            comp_op0=nl.greater_equal,
+            comp_op1=nl.less,
+            bound0=item.bound[:, start : start + 1],
+            bound1=item.bound[:, stop : stop + 1],
             range_start=first,
-        )  # fmt: skip
+        )
         nisa.activation(dst=p, op=nl.exp, data=p, scale=factor, bias=minus_lse)
     return p, slope
 

@@ -43,9 +43,12 @@ def load_token_scales(kind, head, number, tensors, program):
         columns = row[:, first : min(first + BANK, tile_k)]
         product = nl.ndarray((P, columns.shape[1]), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(
-            dst=product, stationary=program.ones, moving=columns, is_stationary_onezero=True,
+            dst=product,
+            stationary=program.ones,
+            moving=columns,
+            is_stationary_onezero=True,
             accumulate=False,
-        )  # fmt: skip
+        )
         nisa.tensor_copy(dst=scales[:, first : first + columns.shape[1]], src=product)
     return scales
 

@@ -78,12 +78,6 @@ def multiplier(which, shape):
     return filled(shape, nl.uint32, high), filled(shape, nl.uint32, low)
 
 
-def drop(p, quad, index, columns, first_of_group, constants):
-    """Zero the probabilities p (P, 4 quads) that the random bits drop."""
-    predicate = draw(quad, index, columns, first_of_group, constants)
-    nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=predicate)
-
-
 def draw(quad, index, columns, first_of_group, constants):
     """Where the random bits drop a probability, (P, 4 quads) uint32.
 

@@ -63,11 +63,11 @@ def clear_unseen(tile, head, unseen):
 def outside(dst, values, bounds, start, stop):
     """dst = values < bounds[start] or values >= bounds[stop], for each partition."""
     below = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=below, data=values, op0=nl.less, operand0=bounds[:, start : start + 1])
+    first, last = bounds[:, start : start + 1], bounds[:, stop : stop + 1]
+    nisa.tensor_scalar(dst=below, data=values, op0=nl.less, operand0=first)
     nisa.scalar_tensor_tensor(
-        dst=dst, data=values, op0=nl.greater_equal, operand0=bounds[:, stop : stop + 1],
-        op1=nl.logical_or, operand1=below,
-    )  # fmt: skip
+        dst=dst, data=values, op0=nl.greater_equal, operand0=last, op1=nl.logical_or, operand1=below
+    )
 
 
 def transpose_keys(keys, head, share, identity):
@@ -103,10 +103,8 @@ def contract(product, queries, keys, dim):
     """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), transposed."""
     for step in range(queries.shape[1]):
         size = min(dim - step * P, P)
-        nisa.nc_matmul(
-            dst=product, stationary=queries[0:size, step, :], moving=keys[0:size, step, :],
-            accumulate=step > 0,
-        )  # fmt: skip
+        stationary, moving = queries[0:size, step, :], keys[0:size, step, :]
+        nisa.nc_matmul(dst=product, stationary=stationary, moving=moving, accumulate=step > 0)
 
 
 def compute_scores(scores, q, keys, identity, scale, softcap, has_token_scales, token_scales):
@@ -140,14 +138,13 @@ def scale_scores(scores, product, scale, softcap):
 
 def add_alibi(scores, key_position, position, slope):
     """scores - slope * abs(key - position), for -abs(x) = min(x, -x)."""
-    distance = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=distance, data=key_position, op0=nl.subtract, operand0=position)
+    away = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=away, data=key_position, op0=nl.subtract, operand0=position)
     nisa.scalar_tensor_tensor(
-        dst=distance, data=distance, op0=nl.multiply, operand0=-1.0, op1=nl.minimum,
-        operand1=distance,
-    )  # fmt: skip
+        dst=away, data=away, op0=nl.multiply, operand0=-1.0, op1=nl.minimum, operand1=away
+    )
     nisa.scalar_tensor_tensor(
-        dst=scores, data=distance, op0=nl.multiply, operand0=slope, op1=nl.add, operand1=scores
+        dst=scores, data=away, op0=nl.multiply, operand0=slope, op1=nl.add, operand1=scores
     )
 
 
@@ -174,25 +171,24 @@ def mask_and_reduce(scores, row_max, key_of_column, bounds, start, stop):
         nisa.tensor_reduce(dst=row_max, op=nl.maximum, data=scores, axis=1)
     else:
         nisa.range_select(
-            dst=scores, on_true_tile=scores, comp_op0=nl.greater_equal, comp_op1=nl.less,
-            bound0=bounds[:, start : start + 1], bound1=bounds[:, stop : stop + 1],
+            dst=scores,
+            on_true_tile=scores,
+            comp_op0=nl.greater_equal,
+            comp_op1=nl.less,
+            bound0=bounds[:, start : start + 1],
+            bound1=bounds[:, stop : stop + 1],
             reduce_res=row_max,
-        )  # fmt: skip
+        )
 
 
 def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
     """Fold scores into the running maximum and sum (P, 1); p = exp(scores - maximum)."""
     row_sum = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    reset = nisa.reduce_cmd.reset_reduce
     nisa.tensor_tensor(dst=row_max, data1=row_max, data2=m_i, op=nl.maximum)
     if nisa.get_nc_version() == nisa.nc_version.gen4:
         nisa.exponential(dst=acc_scale, src=m_i, max_value=row_max)
-        nisa.exponential(
-            dst=p,
-            src=scores,
-            max_value=row_max,
-            reduce_res=row_sum,
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )
+        nisa.exponential(dst=p, src=scores, max_value=row_max, reduce_res=row_sum, reduce_cmd=reset)
     else:
         shift = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=shift, data=row_max, op0=nl.multiply, operand0=-1.0)
@@ -204,7 +200,7 @@ def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
             bias=shift,
             reduce_op=nl.add,
             reduce_res=row_sum,
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+            reduce_cmd=reset,
         )
     nisa.tensor_copy(dst=m_i, src=row_max)
     nisa.scalar_tensor_tensor(
@@ -264,10 +260,8 @@ def weigh_values(acc, acc_scale, transposed, v, head):
     product = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.psum)
     for chunk in range(chunks):
         for t in range(run):
-            nisa.nc_matmul(
-                dst=product, stationary=transposed[:, chunk * run + t, :],
-                moving=v[:, chunk, head, t, :], accumulate=chunk + t > 0,
-            )  # fmt: skip
+            p, values = transposed[:, chunk * run + t, :], v[:, chunk, head, t, :]
+            nisa.nc_matmul(dst=product, stationary=p, moving=values, accumulate=chunk + t > 0)
     nisa.scalar_tensor_tensor(
         dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=product
     )
