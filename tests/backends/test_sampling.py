@@ -52,6 +52,9 @@ def test_what_is_left_to_thorough_is_run_by_it():
         if "mark.thorough" in page.read_text() and page != Path(__file__):
             over = {x.relative_to(REPOSITORY).as_posix() for x in (page, *page.parents[:2])}
             assert over & folders, f"no part of `make thorough` runs {page}"
+    [parts] = (x.split()[1:] for x in lines if x.startswith("thorough: "))
+    nightly = ", ".join(part.removeprefix("thorough-") for part in parts)
+    assert f"part: [{nightly}]" in (REPOSITORY / ".github/workflows/ci.yml").read_text()
 
 
 def is_judged(problem, by, cases):
