@@ -26,15 +26,21 @@ KNOWN = {
 }  # fmt: skip
 
 
-@functools.cache
-def session(num_heads: int, num_kv_heads: int, scale: float, dtype: str, threads: int) -> Any:
-    """A session of one operator, which uses as many threads."""
-    import onnxruntime
+def model(num_heads: int, num_kv_heads: int, scale: float, dtype: str, bits: int = 0) -> bytes:
+    """A model of one operator; with `bits` (8 or 4) its cache has integers, and each channel of a
+    KV head a scale.
+    """
     from onnx import TensorProto, helper
 
     number = TensorProto.FLOAT if dtype == "float32" else TensorProto.FLOAT16
+    stored = {0: number, 8: TensorProto.INT8, 4: TensorProto.UINT8}[bits]
     inputs = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_length"]
     outputs = ["output", "present_key", "present_value"]
+    attributes: dict[str, Any] = {"scale": scale}
+    if bits:
+        inputs += [*[""] * 5, "k_scale", "v_scale"]
+        attributes |= dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+        attributes["kv_cache_bit_width"] = bits
     node = helper.make_node(
         "GroupQueryAttention",
         inputs,
@@ -42,25 +48,39 @@ def session(num_heads: int, num_kv_heads: int, scale: float, dtype: str, threads
         domain="com.microsoft",
         num_heads=num_heads,
         kv_num_heads=num_kv_heads,
-        scale=scale,
+        **attributes,
     )
     types = {name: (number, [None] * 3) for name in ("query", "key", "value", "output")}
-    types |= {f"{when}_{x}": (number, [None] * 4) for when in ("past", "present") for x in
+    types |= {f"{when}_{x}": (stored, [None] * 4) for when in ("past", "present") for x in
               ("key", "value")}  # fmt: skip
     types |= {"seqlens_k": (TensorProto.INT32, [None]), "total_length": (TensorProto.INT32, [1])}
+    types |= {name: (TensorProto.FLOAT, [None] * 2) for name in ("k_scale", "v_scale")}
     described = {name: helper.make_tensor_value_info(name, *types[name]) for name in types}
     graph = helper.make_graph(
-        [node], "attention", [described[x] for x in inputs], [described[x] for x in outputs]
+        [node],
+        "attention",
+        [described[x] for x in inputs if x],
+        [described[x] for x in outputs],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+
+
+def start(made: bytes, threads: int) -> Any:
+    """A session of a model, which uses as many threads."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     # no thread of it takes a core from the contender that is timed next
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+
+
+@functools.cache
+def session(num_heads: int, num_kv_heads: int, scale: float, dtype: str, threads: int) -> Any:
+    """A session of one operator, which uses as many threads."""
+    return start(model(num_heads, num_kv_heads, scale, dtype), threads)
 
 
 def bound(part: Batch, scale: float) -> tuple[Callable[[], None], Tensor]:

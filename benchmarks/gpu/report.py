@@ -213,10 +213,11 @@ def tables(read_ceiling: float) -> list[Table]:
                 "ours": figure("ours", "{:.4g}"),
                 "portable kernel": figure("portable", "{:.4g}"),
                 "FlashMLA": figure("FlashMLA", "{:.4g}"),
+                "vLLM": figure("vLLM", "{:.4g}"),
                 "torch": figure("torch", "{:.4g}"),
-                "ours is": ("{:.2f}x as fast", over_either("FlashMLA", "torch")),
+                "ours is": ("{:.2f}x as fast", over_either("FlashMLA", "vLLM", "torch")),
             },
-            peers=("FlashMLA", "torch"),
+            peers=("FlashMLA", "vLLM", "torch"),
         ),
         Table(
             "selected keys by family, ms",
@@ -227,11 +228,24 @@ def tables(read_ceiling: float) -> list[Table]:
                 "portable kernel": figure("portable", "{:.4g}"),
                 "both caches in one list": figure("one list", "{:.4g}"),
                 "FlashMLA, one list": figure("FlashMLA", "{:.4g}"),
+                "vLLM": figure("vLLM", "{:.4g}"),
                 "the window alone": ("{:.4g}", lambda row: row.get("window, ms")),
                 "the window as a list": ("{:.4g}", lambda row: row.get("window by list, ms")),
                 "the selected alone": ("{:.4g}", lambda row: row.get("selected, ms")),
             },
-            peers=("FlashMLA",),
+            peers=("FlashMLA", "vLLM"),
+        ),
+        Table(
+            "caches with a scale for each token and head, ms",
+            "scaled_caches",
+            "",
+            {
+                name: figure(name, "{:.4g}")
+                for name in (
+                    *("bfloat16", "int8", "e4m3", "int4"),
+                    *("vLLM int8", "vLLM e4m3", "vLLM int4"),
+                )
+            },
         ),
         Table(
             "backward of selected keys, ms",

@@ -40,6 +40,7 @@ import selected_gradients
 import torch
 import train_step
 import triton
+import vllm_triton
 
 MODULES = (
     *(attention, float8, latent, backward, train_step),
@@ -60,6 +61,7 @@ def find_peers(
     fa4: Path | None = None,
     flash_mla: Path | None = None,
     vllm: Path | None = None,
+    vllm_triton_files: Path | None = None,
     attention_gym: Path | None = None,
 ) -> dict[str, Any]:
     """The peers that torch does not bring along."""
@@ -75,6 +77,8 @@ def find_peers(
         peers["FlashMLA"] = torch.ops._flashmla_C
     if vllm:
         peers["vLLM"] = load(vllm)
+    if vllm_triton_files:
+        peers["vLLM's Triton"] = vllm_triton.load(vllm_triton_files)
     if attention_gym:
         sys.path.append(str(attention_gym))
         gym = importlib.import_module("attn_gym.sparse.selected_attention")
@@ -134,6 +138,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flash-mla", type=Path, metavar="SO", help="FlashMLA's library")
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="vLLM's block-sparse kernel")
     parser.add_argument(
+        "--vllm-triton", type=Path, metavar="DIR", help="the folder that vLLM's vllm/ is in"
+    )
+    parser.add_argument(
         "--attention-gym", type=Path, metavar="DIR", help="the folder that attn_gym is in"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
@@ -144,7 +151,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     peers = find_peers(
-        options.fa3, options.fa4, options.flash_mla, options.vllm, options.attention_gym
+        *(options.fa3, options.fa4, options.flash_mla),
+        *(options.vllm, options.vllm_triton, options.attention_gym),
     )
     parts: dict[str, list[dict[str, Any]]] = {}
     machine, ceilings = describe_machine(options.commit), attention.ceilings()

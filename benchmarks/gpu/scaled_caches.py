@@ -3,8 +3,9 @@
     python benchmarks/gpu/run.py --only scaled_caches
 
 32 query heads and 8 KV heads of 128, pages of 16 in any order. Keys and values are written by
-`reshape_and_cache`. Some rows of each result are compared with a float64 formula over the numbers
-that the cache holds before they are timed; medians of bursts that take turns.
+`reshape_and_cache`; those of the peer, vLLM's TRITON_ATTN, by its own kernels. Some rows of each
+result are compared with a float64 formula over the numbers that the cache holds before they are
+timed; medians of bursts that take turns.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import torch
 from attention import DEVICE, check, relative_error
 from backward import in_turns
 from torch import Tensor
+from vllm_triton import TokenHeadCache
 
 from torch_paged_attn import flash_varlen, reshape_and_cache
 from torch_paged_attn.ops.checks import INT4
@@ -61,6 +63,7 @@ class Cache:
     kv: tuple[Tensor, Tensor]  # (pages, KV_HEADS, PAGE, DIM), two numbers a byte in int4
     scales: tuple[Tensor, ...]  # (pages, KV_HEADS, PAGE); none of bfloat16
     table: Tensor
+    slots: Tensor  # of each key
 
     @classmethod
     def of(cls, new: tuple[Tensor, Tensor], dtype: torch.dtype, keys: list[int]) -> "Cache":
@@ -81,7 +84,7 @@ class Cache:
             for row, n in zip(table, keys, strict=True)
         ])  # fmt: skip
         reshape_and_cache(*new, (kv[0], kv[1]), slots, *scales, quantize=has_scales)
-        return cls((kv[0], kv[1]), (*scales,), table)
+        return cls((kv[0], kv[1]), (*scales,), table, slots)
 
     def numbers(self, b: int, keys: int) -> list[Tensor]:
         """Keys and values (KV_HEADS, keys, DIM) of a sequence, in float64."""
@@ -98,7 +101,7 @@ class Cache:
         return found
 
 
-def measure(seqs: Seqs) -> dict[str, Any]:
+def measure(seqs: Seqs, vllm: Any) -> dict[str, Any]:
     queries, keys = [n for n, _ in seqs], [n + before for n, before in seqs]
     bounds = [0, *itertools.accumulate(queries)]
     q = torch.randn(bounds[-1], HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
@@ -114,23 +117,37 @@ def measure(seqs: Seqs) -> dict[str, Any]:
             causal=True, **scales,
         )  # fmt: skip
         calls[name] = lambda attend=attend: attend()[0]
-        out = calls[name]()
-        errors[name] = max(
-            error_of(out, q, cache, bounds[b], seqs[b], b)
-            for b in {0, len(seqs) // 2, len(seqs) - 1}
-        )
+        numbers = {name: cache.numbers}
+        if vllm and cache.scales:
+            peer = TokenHeadCache(vllm, dtype, len(cache.kv[0]), PAGE, k)
+            peer.write(k, v, cache.slots)
+            calls[f"vLLM {name}"] = functools.partial(
+                peer.attend, q, cu, used, widened(cache.table), max(queries)
+            )
+            numbers[f"vLLM {name}"] = functools.partial(peer.numbers, cache.table)
+        for called, own in numbers.items():
+            out = calls[called]()
+            errors[called] = max(
+                error_of(out, q, own(b, keys[b]), bounds[b], seqs[b])
+                for b in {0, len(seqs) // 2, len(seqs) - 1}
+            )
     check(errors)
     figures = in_turns(calls, rounds=5, each_ms=10)
     return {"unit": "ms", "figures": figures, "error": max(errors.values())}
 
 
-def error_of(
-    out: Tensor, q: Tensor, cache: Cache, start: int, seq: tuple[int, int], b: int
-) -> float:
+def widened(table: Tensor) -> Tensor:
+    """vLLM's block tables have room for the longest context: here to a multiple of 64 pages, which
+    spares compiling its kernels for other strides.
+    """
+    return torch.nn.functional.pad(table, (0, -table.shape[1] % 64))
+
+
+def error_of(out: Tensor, q: Tensor, kv: list[Tensor], start: int, seq: tuple[int, int]) -> float:
     """The relative error of a sequence's first, middle and last rows."""
     count, before = seq
     rows = torch.tensor(sorted({0, count // 2, count - 1}), device=DEVICE)
-    k, v = cache.numbers(b, count + before)
+    k, v = kv
     heads = q[start + rows].double().unflatten(1, (KV_HEADS, -1))
     scores = torch.einsum("rkgd,ksd->rkgs", heads, k) * DIM**-0.5
     unseen = torch.arange(count + before, device=DEVICE) > (before + rows)[:, None]
@@ -140,4 +157,5 @@ def error_of(
 
 
 def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {name: functools.partial(measure, seqs) for name, seqs in BATCHES.items()}
+    vllm = peers.get("vLLM's Triton")
+    return {name: functools.partial(measure, seqs, vllm) for name, seqs in BATCHES.items()}

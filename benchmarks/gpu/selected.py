@@ -1,7 +1,8 @@
 """Attention to selected keys (DeepSeek's DSA, MiniMax M3) and their selection.
 
-Peers are FlashMLA's sparse kernel, whose library takes 64 heads or 128 (fewer are padded), torch's
-matmul, relu and topk in chunks, and our own portable kernel. Results are compared with a float32
+Peers are FlashMLA's sparse kernel, whose library takes 64 heads or 128 (fewer are padded), vLLM's
+Triton kernels for M3 and QSA, which are causal, torch's matmul, relu and topk in chunks, and our
+own portable kernel. Results are compared with a float32
 formula before they are timed; medians of CUDA-graph replays that take turns.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import vllm_triton
 from attention import DEVICE, check, relative_error, take_turns
 
 import torch_paged_attn
@@ -136,6 +138,7 @@ class Blocks:
     unit: int = UNIT
     page_size: int = UNIT
     head_dim: int = 128
+    shared: bool = False  # one list for all KV heads
 
     def measure(self, peers: dict[str, Any]) -> dict[str, Any]:
         n, pages = self.batch * self.tokens_each, self.context // self.page_size
@@ -144,12 +147,12 @@ class Blocks:
         q = torch.randn(n, self.num_heads, self.head_dim, device=DEVICE, dtype=BF16)
         t = torch.arange(n, device=DEVICE)
         position = self.context - self.tokens_each + t % self.tokens_each
-        units = self.context // self.unit
+        units, groups = self.context // self.unit, 1 if self.shared else self.num_kv_heads
         if self.near:
-            scores = torch.randn(n // 64 + 2, self.num_kv_heads, units, device=DEVICE)
+            scores = torch.randn(n // 64 + 2, groups, units, device=DEVICE)
             lists = near_lists(scores, position // self.unit, self.top)
         else:
-            scores = torch.rand(n, self.num_kv_heads, units, device=DEVICE)
+            scores = torch.rand(n, groups, units, device=DEVICE)
             lists = scores.topk(self.top, -1).indices.int()
         table = INT32(range(self.batch * pages)).view(self.batch, pages)
         cu = INT32(range(0, n + 1, self.tokens_each))
@@ -166,7 +169,7 @@ class Blocks:
             results, width = [], self.head_dim
             pages_of = table[t // self.tokens_each].long()
             for head, rows in enumerate(q[t].view(self.num_kv_heads, -1, width)):
-                places = lists[t, head].long()[:, None] * self.unit
+                places = lists[t, head % groups].long()[:, None] * self.unit
                 places = (places + torch.arange(self.unit, device=DEVICE)).flatten()
                 if self.near:
                     places = places[places <= position[t]]
@@ -176,7 +179,16 @@ class Blocks:
 
         tokens = rows_of(n)
         want = torch.stack([formula(t) for t in tokens])
-        calls = {"ours": ours, "portable": portably(ours)}
+        calls: dict[str, Callable] = {"ours": ours, "portable": portably(ours)}
+        vllm = peers.get("vLLM's Triton")
+        if vllm and (self.near or self.tokens_each == 1):
+            args = vllm, q, k, v, lists
+            if self.shared:
+                run = vllm_triton.qsa(*args, table, position, self.unit, self.tokens_each)
+                calls["vLLM"] = lambda: (run(),)
+            elif self.unit == self.page_size == UNIT:
+                run = vllm_triton.minimax_m3(*args, cu, used, table, self.tokens_each)
+                calls["vLLM"] = lambda: (run(),)
         return timed(calls, want, lambda found: found[0][list(tokens)])
 
 

@@ -196,7 +196,14 @@ class ThreeBranches:
         return timed({"ours": ours}, want, lambda found: found[list(tokens)])
 
 
-QSA: dict[str, Any] = {"num_heads": 24, "num_kv_heads": 2, "head_dim": 256, "unit": 4, "top": 512}
+QSA: dict[str, Any] = {
+    "num_heads": 24,
+    "num_kv_heads": 2,
+    "head_dim": 256,
+    "unit": 4,
+    "top": 512,
+    "shared": True,
+}
 NSA: dict[str, Any] = {"unit": 64, "page_size": 64}
 MOBA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 32, "unit": 256, "top": 8}
 QUEST: dict[str, Any] = {

@@ -39,7 +39,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. The options are those of `plan_attention`."""
     plan = plan_attention(call, config=config, splits=splits, longest=longest)
-    return plan(tuple(call.given_tensors().values()), None)
+    tensors = tuple(call.given_tensors().values())
+    # a launch that was made before takes addresses
+    return plan(tensors, None if is_traced() else [x.data_ptr() for x in tensors])
 
 
 def plan_attention(
