@@ -21,6 +21,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 # chips with Hopper's kernels, with the portable ones alone, and AMD's
 ARCHES = ("sm90", "sm80", "gfx942")
+# loops that compile more, and why: docs/design/first_use.md has what was tried
 MORE = {
     # A forward and a backward, counted together. Of lists of blocks the portable kernel for the
     # fewest tokens, Hopper's and five that sort lists and add up parts, and two of the backward.
