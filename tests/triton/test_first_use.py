@@ -21,11 +21,8 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 STEPS, STEPS_ON_GPU, MOST = 200, 24, 6
 # chips with Hopper's kernels, with the portable ones alone, and AMD's
 ARCHES = ("sm90", "sm80", "gfx942")
+# loops that compile more, and why: docs/design/first_use.md has what was tried
 MORE = {
-    ("gfx942", "paged_kv_cache"): 7,
-    # Tiles for few and for many queries, a kernel that lists, and four of the cache's write, for up
-    # to 256 tokens, up to 1,024 and more; vLLM has them compiled before it serves
-    ("sm90", "vllm/mixed"): 8,
     # A forward and a backward, counted together. Of lists of blocks the portable kernel for the
     # fewest tokens, Hopper's and five that sort lists and add up parts, and two of the backward.
     ("sm90", "selected/training_blocks"): 9,

@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.cache_write.append_kernel import (
     append_kernel,
     claim_kernel,
 )
-from torch_paged_attn.backends.triton.cache_write.written_slots import CLAIMED, FEW_TOKENS
+from torch_paged_attn.backends.triton.cache_write.written_slots import CLAIMED, FEW_TOKENS, width_of
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.flash_varlen import (
     HINTS,
@@ -154,6 +154,7 @@ def _launches_of(
     stored = parts.k_cache.dtype.itemsize == 1
     scales = (found["k_descale"], found["v_descale"]) if stored else (None, None)
     (_, columns), rows = choose_rows(parts.key, parts.value, parts.k_cache, num_tokens, target)
+    rows = rows._replace(WIDTH=width_of(num_tokens))
     blocks = num_blocks = cdiv(max(num_tokens, batch), rows.BLOCK_T)
     rotary = Rotary(0)
     if cos is not None:

@@ -6,6 +6,7 @@ import logging
 import operator
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,11 +15,11 @@ from torch_paged_attn.backends.triton.cache_write import quantize_rows
 from torch_paged_attn.backends.triton.cache_write.written_slots import (
     CLAIMED,
     FEW_TOKENS,
+    PAIRS,
     WIDTHS,
     claims_of,
     slots_of,
-    width_of,
-    writes_of,
+    writes_of_any,
 )
 from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
@@ -29,8 +30,9 @@ from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
 
-# elements of keys, and the same number of values, that a program copies
-BLOCK = 2048
+# elements of keys, and the same number of values, that a program copies at most, and of how many
+# it takes whole tokens: not more, since few tokens are spread over many programs
+BLOCK, BLOCK_OF_TOKENS = 2048, 1024
 
 
 class Pointers(NamedTuple):
@@ -78,7 +80,7 @@ class Options(NamedTuple):
     CACHE_FORMAT: str
     BLOCK_T: int  # tokens of a program
     BLOCK_E: int  # elements of each
-    WIDTH: int  # tokens that are compared with; 1 if the array of numbers is used
+    WIDTH: int  # tokens that are compared with at a time: see `written_slots.py`
 
 
 @triton.jit
@@ -133,7 +135,7 @@ def _reshape_and_cache_kernel(
     # both loads are issued before anything waits for the slots
     key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
     value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
-    writes = writes_of(token, slot, pointers, strides, num_tokens, num_slots, OPTIONS.WIDTH)
+    writes = writes_of_any(token, slot, pointers, strides, num_tokens, num_slots, OPTIONS.WIDTH)
     place = slot // page_size, slot % page_size, writes
     store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
     store_rows(
@@ -176,8 +178,7 @@ def choose_rows(
     dim_v = value.shape[2]
     elements = num_heads * max(dim, dim_v)
     block_e = min(next_power_of_2(elements), BLOCK)
-    # few tokens are spread over many programs; not more finely, since a kernel is compiled for each
-    block_t = BLOCK // block_e if num_tokens > WIDTHS[0] else 1
+    block_t = max(BLOCK_OF_TOKENS // block_e, 1)
     options = Options(
         DIM=dim,
         DIM_V=dim_v,
@@ -185,7 +186,7 @@ def choose_rows(
         CACHE_FORMAT=stored_format(k_cache.dtype, target),
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        WIDTH=width_of(num_tokens),
+        WIDTH=min(max(PAIRS // block_t, 16), WIDTHS[0]),
     )
     return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
@@ -206,7 +207,10 @@ def _resizable(
     """
     num_slots, target = k_cache.shape[0] * k_cache.shape[2], target_of(key.device)
     is_dependent = dependent_launch(target.overlaps_launches)
-    launches: dict[Options, tuple[Launch, Allocation | None, Launch | None]] = {}
+    # whether there are claims -> the launches
+    launches: dict[bool, tuple[Launch, Allocation | None, Launch | None]] = {}
+    # one kernel is compiled for few and many tokens: the array's pointer is read with many alone
+    no_claims = Allocation((0,), torch.int32, key.device)
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     names = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
     if v_offset is not None:
@@ -231,15 +235,16 @@ def _resizable(
         num_tokens = tensors[slots].shape[0]
         if num_tokens == 0:
             return lambda tensors, addresses: None
-        said = "one launch" if num_tokens <= FEW_TOKENS else "two launches"
+        is_many = num_tokens > FEW_TOKENS
+        said = "two launches" if is_many else "one launch"
         logger.debug("reshape_and_cache: %s for %d tokens", said, num_tokens)
         grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
-        if (first := launches.get(rows)) is None:
+        if (first := launches.get(is_many)) is None:
             sizes = {"num_tokens": num_tokens, "num_slots": num_slots}
             options = arguments | sizes | {"OPTIONS": rows} | is_dependent
             copy = Launch(_reshape_and_cache_kernel, grid, **options)
             new_claims, claim = claims_of(tensors[slots], num_slots, is_dependent)
-            launches[rows] = copy, new_claims, claim
+            launches[is_many] = copy, new_claims, claim
         else:
             copy, new_claims, claim = first
             copy = copy.resized(grid, num_tokens=num_tokens)
@@ -249,7 +254,7 @@ def _resizable(
         def run(tensors: tuple[Any, ...], addresses: Any) -> None:
             claims = None if new_claims is None else new_claims()
             if copy.is_ready:
-                at_claims = None
+                at_claims = 0
                 if claims is not None and claim is not None:
                     at_claims = claims.data_ptr()
                     claim.start(addresses[slots], at_claims)
@@ -261,7 +266,7 @@ def _resizable(
                 # making views of the halves takes longer than the rest of a call
                 first, second = tensors[CACHE].unbind(0)
                 tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
-            found = Pointers(*pick((*tensors, claims, None)))
+            found = Pointers(*pick((*tensors, no_claims() if claims is None else claims, None)))
             if claims is not None and claim is not None:
                 claim(found.slots, claims)
             rows = (as_stored(x, target)[0] for x in found[:SLOTS])

@@ -17,10 +17,14 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
-# up to so many tokens, a program compares its slots with all others; for two sizes, since a kernel
-# is compiled for each: fewer tokens than 256 take as long with a size of their own
+# up to so many tokens, a program compares its slots with all others
 FEW_TOKENS = 1024
+FEW = tl.constexpr(FEW_TOKENS)
+# numbers of tokens that a kernel is compiled for that compares all at once: fewer than 256 take as
+# long with a size of their own
 WIDTHS = (256, FEW_TOKENS)
+# pairs of tokens that a kernel for any number compares at a time, so that registers hold them
+PAIRS = 512
 
 # tokens per program of the first kernel
 CLAIMED = 256
@@ -58,15 +62,36 @@ def is_written_later(token, slot, other, other_slot):
 
 
 @triton.jit
+def _is_claimed(token, slot, claims_ptr):
+    """Whether each token writes its slot, where tokens have written their numbers."""
+    writes = slot >= 0
+    return writes & (tl.load(claims_ptr + slot, mask=writes, other=-1) == token)
+
+
+@triton.jit
 def writes_of(token, slot, pointers, strides, num_tokens, num_slots, WIDTH: tl.constexpr):
     """Whether each token writes its slot. WIDTH: tokens that are compared with, without claims."""
-    writes = slot >= 0
     if pointers.claims is not None:
-        writes = writes & (tl.load(pointers.claims + slot, mask=writes, other=-1) == token)
-    elif WIDTH > 1:
+        return _is_claimed(token, slot, pointers.claims)
+    else:
         other = tl.arange(0, WIDTH)
         other_slot = slots_of(pointers.slots, strides.slots, other, num_tokens, num_slots)
-        writes = writes & ~is_written_later(token, slot, other, other_slot)
+        return (slot >= 0) & ~is_written_later(token, slot, other, other_slot)
+
+
+@triton.jit
+def writes_of_any(token, slot, pointers, strides, num_tokens, num_slots, WIDTH: tl.constexpr):
+    """The same in a kernel for any number of tokens, which reads claims only if there are many.
+    WIDTH: tokens that are compared with at a time."""
+    if num_tokens > FEW:
+        writes = _is_claimed(token, slot, pointers.claims)
+    else:
+        writes = slot >= 0
+        # no token of an earlier chunk is later than these
+        for first in tl.range(tl.min(token, 0) // WIDTH * WIDTH, num_tokens, WIDTH):
+            other = first + tl.arange(0, WIDTH)
+            other_slot = slots_of(pointers.slots, strides.slots, other, num_tokens, num_slots)
+            writes &= ~is_written_later(token, slot, other, other_slot)
     return writes
 
 
