@@ -43,10 +43,9 @@ def test_pieces(device, monkeypatch):
     assert torch.equal(dk, whole[1]) and others[0].numel() == 0
 
 
-@pytest.mark.parametrize("by_column", [False, True])
-def test_parts_in_float16(by_column, device, monkeypatch):
-    """As of 16-bit products, which an interpreter does not compute; dq in both orders."""
-    config = selected.SelectedConfig(16, 16, 4, 1, by_column)
+def test_parts_in_float16(device, monkeypatch):
+    """As of 16-bit products, which an interpreter does not compute."""
+    config = selected.SelectedConfig(16, 16, 4, 1)
     monkeypatch.setattr(selected, "parts_config_of", lambda call, target: config)
     monkeypatch.setattr(selected_parts, "part_dtype", lambda call, dtype: torch.float16)
     call = build(dataclasses.replace(PROBLEM, num_heads=32))

@@ -79,7 +79,6 @@ def add_parts(
         "more_strides": more_strides,
         "scalars": selected.scalars_of(forward),
         "OPTIONS": options,
-        "BY_COLUMN": config.by_column,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

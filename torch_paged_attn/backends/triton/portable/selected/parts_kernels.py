@@ -90,7 +90,7 @@ def _selected_parts_kernel(
     pointers, gradients, parts, first_row, num_words, each_head,
     total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
     max_pages, splits,
-    strides, more_strides, scalars, OPTIONS: tl.constexpr, BY_COLUMN: tl.constexpr,
+    strides, more_strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dq of a token and a KV head's group of heads, and the parts of its list's keys. each_head:
     parts of a KV head, if KV heads share lists; else 0."""
@@ -112,8 +112,6 @@ def _selected_parts_kernel(
         rows = load_row_gradients(token, queries, gradients, more_strides, sizes, OPTIONS)
         q_offsets = token.row * strides.q_token + queries.head.to(tl.int64) * strides.q_head
         dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
-        if BY_COLUMN:
-            dq = (tl.trans(dq[0]), tl.trans(dq[1]))
         unit = find_units(0, token, strides, OPTIONS)
         for n0 in tl.range(0, token.count, BLOCK_N):
             page, slot, is_seen = place_keys(n0, unit, token, pointers, sizes, scalars, OPTIONS)
@@ -136,16 +134,7 @@ def _selected_parts_kernel(
                     is_seen, head_tile > 0, OPTIONS.HEAD_DIM, HEAD_TILES > 1,
                     OPTIONS,
                 )  # fmt: skip
-            if BY_COLUMN:
-                low = add_product(dq[0], tl.trans(k[0]), ds, OPTIONS.IS_PRECISE)
-                high = dq[1]
-                if OPTIONS.K_HIGH > 0:
-                    high = add_product(dq[1], tl.trans(k[1]), ds, OPTIONS.IS_PRECISE)
-                dq = (low, high)
-            else:
-                dq = add_chunk_products(dq, tl.trans(ds), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
-        if BY_COLUMN:
-            dq = (tl.trans(dq[0]), tl.trans(dq[1]))
+            dq = add_chunk_products(dq, tl.trans(ds), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
         if gradients.dq is not None:
             store_dq(dq, token, queries, head_tile, gradients, scalars, OPTIONS)
 
