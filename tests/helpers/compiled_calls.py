@@ -433,6 +433,28 @@ MORE_SELECTED = {
     )
 }
 
+# lists of packed keys, of whose gradients parts are left: by single keys, and by units
+SELECTED_TRAINING = {
+    p.name: p
+    for p in (
+        Problem(
+            f"selected/{name}/bf16",
+            ((100, 300),),
+            heads,
+            kv_heads,
+            dim,
+            dim_v,
+            dtype=bf16,
+            selected=selected,
+        )
+        for name, heads, kv_heads, dim, dim_v, selected in (
+            ("single_keys", 32, 1, 128, None, Selected(64)),
+            ("single_latents", 16, 1, 576, 512, Selected(64)),
+            ("m3_training", 64, 4, 128, None, Selected(3, 128, "kv", own=True)),
+        )
+    )
+}
+
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     lacked = set(Triton().lacks)
@@ -440,6 +462,7 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     problems = {name: p for name, p in everything.items() if p.optional.isdisjoint(lacked)}
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
     backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
+    backwards = backwards | SELECTED_TRAINING
     calls |= {
         f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
     }

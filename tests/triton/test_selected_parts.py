@@ -3,12 +3,14 @@ has, and some tokens at a time."""
 
 import dataclasses
 
+import pytest
 import torch
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.triton import selected_attention_backward as backward
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected import parts as selected_parts
+from torch_paged_attn.backends.triton.portable.selected import unit_gradients
 from torch_paged_attn.testing import Problem, Selected, assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
 
@@ -39,6 +41,41 @@ def test_pieces(device, monkeypatch):
     monkeypatch.setattr(selected, "backward_config_of", lambda call, target: small)
     _, dk, *others = gradients(False, True, False)
     assert torch.equal(dk, whole[1]) and others[0].numel() == 0
+
+
+def test_parts_in_float16(device, monkeypatch):
+    """As of 16-bit products, which an interpreter does not compute."""
+    config = selected.SelectedConfig(16, 16, 4, 1)
+    monkeypatch.setattr(selected, "parts_config_of", lambda call, target: config)
+    monkeypatch.setattr(selected_parts, "part_dtype", lambda call, dtype: torch.float16)
+    call = build(dataclasses.replace(PROBLEM, num_heads=32))
+    out, lse = reference.selected_attention(**call.args)
+    given = hostile_gradients(call, out, lse)
+    asked = call.backward(*given, out, lse).to(device)
+    found = [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+    assert_accurate_gradients(found, call.gradients(*given))
+
+
+@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_parts_of_units(size, dtype, device, monkeypatch):
+    """dq from units that leave parts, units cut into tiles; all tokens at a time, and some."""
+    small = selected.SelectedConfig(32, 16, 4, 1)
+    monkeypatch.setattr(selected, "unit_config_of", lambda call, target: small)
+    monkeypatch.setattr(selected, "leaves_query_parts", lambda call, target: True)
+    monkeypatch.setattr(unit_gradients, "part_dtype", lambda call, of: dtype)
+    problem = dataclasses.replace(
+        PROBLEM, seqs=((5, 70), (0, 4), (20, 30)), num_heads=10, selected=Selected(3, size, "kv")
+    )
+    call = build(problem)
+    out, lse = reference.selected_attention(**call.args)
+    given = hostile_gradients(call, out, lse)
+    asked = call.backward(*given, out, lse).to(device)
+    truth = call.gradients(*given)
+    for most in (2**31, 10 * 3 * 24 * 8 * size):
+        monkeypatch.setattr(unit_gradients, "MOST_BYTES", most)
+        found = [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+        assert_accurate_gradients(found, truth)
 
 
 def test_only_lists_of_single_keys_leave_parts(device):

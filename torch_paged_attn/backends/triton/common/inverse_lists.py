@@ -9,28 +9,32 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.ops.selected_checks import sequence_of
 
 
 class InverseLists(NamedTuple):
-    """For each group: entry i of `bounds` `(G, ids + 1)` is where the entries of unit number i
-    begin; `tokens` and `units` `(G, entries)` are the entries' query rows and units, and `places`
-    their places among the entries of all lists of the group. Of each query row, `first_rows` is the
-    row of k where its sequence's keys begin, and `positions` and `lengths` are its position and its
-    Lk.
+    """For each group and each run of `step` tokens c, the entries of unit number i are numbers
+    `bounds[g, i, c]` to `bounds[g, i, c + 1]` - 1 of those that follow: `tokens` and `units`
+    `(G, entries)` are the entries' query rows and units, and `places` their places among the
+    entries of all lists of the group, of which `counts` says which are in a list at all. Of each
+    query row, `first_rows` is the row of k where its sequence's keys begin, and `lows` and `highs`
+    are the first and the last row that it sees. `lengths` is its Lk.
     """
 
     bounds: Tensor
     tokens: Tensor
     units: Tensor
     first_rows: Tensor
-    positions: Tensor
+    lows: Tensor
+    highs: Tensor
     lengths: Tensor
     places: Tensor
+    counts: Tensor
     select_size: int
 
     @classmethod
-    def of(cls, call: AttentionCall) -> "InverseLists":
+    def of(cls, call: AttentionCall, step: int) -> "InverseLists":
         """The inverse lists of a call with packed keys. Where ranges of keys may overlap (k_start),
         units are split into single keys, which are numbered by their row.
         """
@@ -57,18 +61,25 @@ class InverseLists(NamedTuple):
         # entries that do not count come last
         number = number.where(counts, ids).transpose(0, 1).flatten(1).int()
         ordered, order = torch.sort(number, dim=-1, stable=True)
-        searched = (
-            torch.arange(ids + 1, device=device, dtype=torch.int32)
-            .expand(units.shape[1], -1)
-            .contiguous()
-        )
+        tokens = order // max(units.shape[2], 1)
+        runs = torch.arange(0, call.total_q + step, step, device=device)
+        searched = torch.arange(ids, device=device)[:, None] * (call.total_q + step) + runs
+        searched = searched.expand(units.shape[1], -1, -1).flatten(1).contiguous()
+        bounds = torch.searchsorted(ordered.long() * (call.total_q + step) + tokens, searched)
+        lows, highs = first_rows, first_rows + lengths - 1
+        if is_bound(call.window_size_left):
+            lows = torch.maximum(lows, first_rows + positions - call.window_size_left)
+        if is_bound(call.window_right):
+            highs = torch.minimum(highs, first_rows + positions + call.window_right)
         return cls(
-            torch.searchsorted(ordered, searched),
-            order // max(units.shape[2], 1),
+            bounds.view(units.shape[1], ids, len(runs)),
+            tokens,
             units.transpose(0, 1).flatten(1).gather(1, order),
             first_rows,
-            positions,
+            lows.int(),
+            highs.int(),
             lengths,
             order,
+            counts.transpose(0, 1).flatten(1),
             size,
         )

@@ -39,6 +39,11 @@ class SelectedConfig:
     num_stages: int
 
 
+def is_rdna(target: Target) -> bool:
+    """Whether this is an AMD GPU with warps of 32, whose threads have fewer registers."""
+    return target.is_hip and not target.arch.startswith("gfx9")
+
+
 def choose_selected_config(
     target: Target, group_size: int, head_dim: int, itemsize: int
 ) -> SelectedConfig:
@@ -48,10 +53,9 @@ def choose_selected_config(
     is_wide = head_dim > WIDE
     most = 64 if itemsize < 4 and not target.is_hip else 16
     block_m = min(most, max(16, next_power_of_2(group_size)))
-    is_rdna = target.is_hip and not target.arch.startswith("gfx9")  # warps of 32, fewer registers
     if itemsize == 4:
-        return SelectedConfig(16, 16 if is_wide or is_rdna else 32, 4, 1)
-    if is_rdna:
+        return SelectedConfig(16, 16 if is_wide or is_rdna(target) else 32, 4, 1)
+    if is_rdna(target):
         return SelectedConfig(block_m, 16 if is_wide else 32, 16 if is_wide else 4, 1)
     if target.is_hip:
         return SelectedConfig(block_m, 16 if is_wide else 64, 4, 1)
@@ -85,11 +89,41 @@ def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
 def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     """The tiles of a backward that leaves parts of gradients: products that other kernels share."""
     config = backward_config_of(call, target)
-    if target.is_hip or max(call.head_dim, call.head_dim_v) > WIDE:
-        return dataclasses.replace(config, num_warps=8)
-    if target.arch == "sm90" and config.BLOCK_N > 16:
+    is_wide = max(call.head_dim, call.head_dim_v) > WIDE
+    if target.arch == "sm90" and not formats_of(call, target, False).is_precise:
+        # an H200 took 0.95 ms for 32 heads of 128 (8 warps: 1.38), and 14.7 for 16 heads of 576
+        # (tiles of 16 or 64 keys: 16.4, 17.8)
+        if is_wide:
+            return dataclasses.replace(config, BLOCK_N=32, num_warps=8, num_stages=2)
+        if is_narrow_on_hopper(call, target):
+            return dataclasses.replace(config, BLOCK_N=64, num_stages=2)
         return dataclasses.replace(config, BLOCK_N=64, num_warps=8)
+    return dataclasses.replace(config, num_warps=8) if target.is_hip or is_wide else config
+
+
+def is_narrow_on_hopper(call: AttentionCall, target: Target) -> bool:
+    """Whether products of 16 bits on Hopper are of heads that leave room for large tiles."""
+    formats = formats_of(call, target, False)
+    is_narrow = max(call.head_dim, call.head_dim_v) <= 128
+    return target.arch == "sm90" and not formats.is_precise and is_narrow
+
+
+def unit_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
+    """The tiles of dk and dv, of units of several keys; BLOCK_N is at most that of a unit."""
+    if is_narrow_on_hopper(call, target) and call.lists.select_size >= 64:
+        return SelectedConfig(64, min(call.lists.select_size, 128), 8, 2)
+    config = backward_config_of(call, target)
+    if is_rdna(target):
+        return dataclasses.replace(config, num_warps=16 if config.BLOCK_N == 16 else 8)
     return config
+
+
+def leaves_query_parts(call: AttentionCall, target: Target) -> bool:
+    """Whether units leave parts of dq: where they have more keys than their tokens have rows of
+    queries, parts are fewer bytes than the keys that tokens would read."""
+    selection = call.lists
+    is_one_pass = is_narrow_on_hopper(call, target) and call.k_start is None
+    return is_one_pass and selection.select_size >= max(64, 2 * call.group_size)
 
 
 def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> int:
@@ -104,11 +138,16 @@ def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> in
 
 
 def options_of(
-    call: AttentionCall, target: Target, config: SelectedConfig, is_split: bool
+    call: AttentionCall,
+    target: Target,
+    config: SelectedConfig,
+    is_split: bool,
+    by_key: bool = False,
 ) -> SelectedOptions:
-    """Compile-time constants of a call's kernels."""
+    """Compile-time constants of a call's kernels. by_key: products have rows of keys, too."""
     selection, formats = call.lists, formats_of(call, target, False)
-    smallest = target.smallest_chunk(config.BLOCK_M) if not formats.is_precise else 16
+    rows = max(config.BLOCK_M, config.BLOCK_N) if by_key else config.BLOCK_M
+    smallest = target.smallest_chunk(rows) if not formats.is_precise else 16
     k_low, k_high = chunks(call.head_dim, smallest)
     v_low, v_high = chunks(call.head_dim_v, smallest)
     return SelectedOptions(

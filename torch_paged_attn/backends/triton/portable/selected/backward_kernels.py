@@ -3,7 +3,9 @@ keys have kernels of their own: `parts_kernels.py`.
 
 A program of `_selected_dq_kernel` has one token and some heads, as the forward's. A program of
 `_selected_dkdv_kernel` has the keys of one unit, or some of them, and one KV head; it takes the
-tokens whose lists name the unit, in their order, so that the bits are the same every time.
+tokens whose lists name the unit, in their order, so that the bits are the same every time. Where
+units are long and groups of heads small, this kernel leaves parts of dq, too, and
+`_add_query_parts_kernel` adds them up: tokens would read all of their keys for few rows.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.common.dequant import encode
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     load_chunks,
@@ -31,6 +34,10 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     load_keys,
     load_queries,
 )
+from torch_paged_attn.backends.triton.portable.selected.part_rows import (
+    load_part,
+    put_part,
+)
 
 
 class SelectedGradients(NamedTuple):
@@ -42,19 +49,38 @@ class SelectedGradients(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
-    # for each group: where each unit's entries begin, and their tokens and units
+    # the tensors of `InverseLists`
     bounds: Any = None
     tokens: Any = None
     units: Any = None
-    # of each token: the row of its sequence's first key, its position, and Lk
     first_rows: Any = None
-    positions: Any = None
+    lows: Any = None
+    highs: Any = None
     lengths: Any = None
+    places: Any = None
+    # parts of dq of the entries of a run of tokens; None if another kernel computes dq
+    parts_q: Any = None
+    scale_q: Any = None
+    # whether dk and dv have the sums of the runs before
+    are_sums: Any = None
 
 
 class GradientStrides(NamedTuple):
     dout_token: Any
     dout_head: Any
+
+
+class UnitSizes(NamedTuple):
+    """Numbers of a launch of `_selected_dkdv_kernel`."""
+
+    total_q: Any
+    num_rows: Any  # of k
+    listed: Any  # entries of the inverse lists of a group
+    units: Any  # of which a group has inverse lists
+    runs: Any  # of tokens
+    run: Any
+    first_place: Any  # of the entries of the run
+    head_places: Any  # entries of a KV head that have parts
 
 
 @triton.jit
@@ -85,7 +111,7 @@ def find_lse(ptr, token, queries, sizes):
 
 
 @triton.jit
-def load_rows(token, queries, gradients, more_strides, sizes, OPTIONS: tl.constexpr):
+def load_row_gradients(token, queries, gradients, more_strides, sizes, OPTIONS: tl.constexpr):
     """What the gradients of a token's heads need besides queries and keys; numbers of rows that see
     no key are 0."""
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
@@ -98,7 +124,7 @@ def load_rows(token, queries, gradients, more_strides, sizes, OPTIONS: tl.conste
         gradients.dout, offsets, sees, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
         Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
-    return named("lse d dout sees")(lse=lse, d=d, dout=dout, sees=sees)
+    return named("lse d dout sees offsets")(lse=lse, d=d, dout=dout, sees=sees, offsets=offsets)
 
 
 @triton.jit
@@ -106,10 +132,27 @@ def key_gradients(queries, rows, k, v, is_seen, pointers, scalars, OPTIONS: tl.c
     """Probabilities of a tile of keys, and the gradients of their products, in DTYPE."""
     s = list_logits(queries, k, v, pointers, scalars, OPTIONS)
     p = probabilities(s, rows.lse[:, None], OPTIONS.IS_PRECISE)
-    p = tl.where(is_seen[None, :] & rows.sees[:, None], p, 0.0)
+    is_seen = is_seen[None, :] & rows.sees[:, None]
+    p = tl.where(is_seen, p, 0.0)
     dp = chunk_scores(rows.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
     ds = score_gradients(s, p, dp, rows.d[:, None], scalars, OPTIONS)
+    # dout of a row that sees only a sink may be NaN
+    ds = tl.where(is_seen, ds, 0.0)
     return p, ds.to(type_of(OPTIONS.DTYPE))
+
+
+@triton.jit
+def gradients_by_key(k, v, q, dout, lse, d, is_seen, scalars, OPTIONS: tl.constexpr):
+    """As `key_gradients`, of keys times queries: products for dk and dv take these as they are."""
+    s = chunk_scores(k, q, OPTIONS.K_HIGH, OPTIONS.CHAIN) * scalars.scale
+    if OPTIONS.HAS_SOFTCAP:
+        s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
+    p = tl.where(is_seen, probabilities(s, lse[None, :], OPTIONS.IS_PRECISE), 0.0)
+    dp = chunk_scores(v, dout, OPTIONS.V_HIGH, OPTIONS.CHAIN)
+    ds = score_gradients(s, p, dp, d[None, :], scalars, OPTIONS)
+    # a key that no query sees may be NaN
+    ds = tl.where(is_seen, ds, 0.0)
+    return p.to(type_of(OPTIONS.DTYPE)), ds.to(type_of(OPTIONS.DTYPE))
 
 
 @triton.jit
@@ -141,7 +184,7 @@ def _selected_dq_kernel(
     kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
     token = find_token(tl.program_id(0), kv_head, pointers, strides, sizes, OPTIONS)
     queries = load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS)
-    rows = load_rows(token, queries, gradients, more_strides, sizes, OPTIONS)
+    rows = load_row_gradients(token, queries, gradients, more_strides, sizes, OPTIONS)
     dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
     for n0 in tl.range(0, token.count * OPTIONS.SELECT_SIZE, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
@@ -161,12 +204,12 @@ def _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTION
     PACK: tl.constexpr = min(triton.next_power_of_2(OPTIONS.GROUP_SIZE), BLOCK_M)
     r = tl.arange(0, BLOCK_M)
     entry, in_group = i + r // PACK, head_tile * PACK + r % PACK
-    exists = (entry < stop) & (in_group < OPTIONS.GROUP_SIZE)
-    token = tl.load(gradients.tokens + at.entries + entry, mask=exists, other=0)
+    is_listed = (entry < stop) & (in_group < OPTIONS.GROUP_SIZE)
+    token = tl.load(gradients.tokens + at.entries + entry, mask=is_listed, other=0)
     head = at.kv_head * OPTIONS.GROUP_SIZE + tl.minimum(in_group, OPTIONS.GROUP_SIZE - 1)
     of_row = head.to(tl.int64) * at.total_q + token
-    lse = tl.load(gradients.lse + of_row, mask=exists, other=float("-inf"))
-    exists = exists & (lse > float("-inf"))
+    lse = tl.load(gradients.lse + of_row, mask=is_listed, other=float("-inf"))
+    exists = is_listed & (lse > float("-inf"))
     offsets = token * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_chunks(
         pointers.q, offsets, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
@@ -177,91 +220,148 @@ def _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTION
         gradients.dout, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
         Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
-    return named("q dout lse d exists first position length")(
+    return named("q dout lse d exists low high entry in_group is_listed")(
         q=q,
         dout=dout,
         lse=tl.where(exists, lse, 0.0),
         d=tl.load(gradients.d + of_row, mask=exists, other=0.0),
         exists=exists,
-        first=tl.load(gradients.first_rows + token, mask=exists, other=0),
-        position=tl.load(gradients.positions + token, mask=exists, other=0),
-        length=tl.load(gradients.lengths + token, mask=exists, other=0),
+        low=tl.load(gradients.lows + token, mask=exists, other=0),
+        high=tl.load(gradients.highs + token, mask=exists, other=-1),
+        entry=entry,
+        in_group=in_group,
+        is_listed=is_listed,
     )
 
 
-@triton.jit(do_not_specialize=SelectedSizes._fields)
+@triton.jit
+def _or_zero(x):
+    """x where it is finite."""
+    return tl.where(tl.abs(x) < float("inf"), x, tl.zeros_like(x))
+
+
+@triton.jit
+def _put_query_part(ds, k, x, at, gradients, OPTIONS: tl.constexpr):
+    """What a tile of keys adds to the gradients of rows of queries. ds: (BLOCK_N, BLOCK_M)."""
+    place = tl.load(gradients.places + at.entries + x.entry, mask=x.is_listed, other=0)
+    place = (at.first_part + place) * tl.num_programs(2) + at.cut
+    row = place * OPTIONS.GROUP_SIZE + x.in_group
+    zeros = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
+    part = add_chunk_products(zeros, tl.trans(ds), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
+    DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    put_part(gradients.parts_q, gradients.scale_q, part[0], row, x.is_listed, False, 0, DIM, False)
+    if OPTIONS.K_HIGH > 0:
+        tl.static_assert(gradients.scale_q is None, "a row has one scale")
+        put_part(
+            gradients.parts_q, None, part[1], row, x.is_listed, False, OPTIONS.K_LOW, DIM, False
+        )
+
+
+@triton.jit
+def _put_keys(
+    ptr, x, row, is_key, are_sums, LOW: tl.constexpr, HIGH: tl.constexpr, DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write gradients of keys or values, or add them to float32 sums."""
+    offsets = row * DIM
+    if are_sums is not None:
+        before = load_chunks(ptr, offsets, is_key, LOW, HIGH, DIM, True, "RAW", tl.float32)
+        x = (x[0] + before[0], x[1] + before[1])
+        store_chunks(ptr + offsets, x, is_key, LOW, HIGH, DIM, "NATIVE")
+    else:
+        store_chunks(ptr + offsets, x, is_key, LOW, HIGH, DIM, FORMAT)
+
+
+@triton.jit(do_not_specialize=UnitSizes._fields)
 def _selected_dkdv_kernel(
     pointers, gradients,
-    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
-    max_pages, splits,
+    total_q, num_rows, listed, units, runs, run, first_place, head_places,
     strides, more_strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """sizes: of the forward, with the entries of a group's inverse list for `entries` and the
-    number of bounds for `max_pages`.
-    """
-    sizes = SelectedSizes(
-        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
-        max_pages, splits,
-    )  # fmt: skip
+    """dk and dv of the entries of a run of tokens, and parts of their dq."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     PACK: tl.constexpr = min(triton.next_power_of_2(OPTIONS.GROUP_SIZE), BLOCK_M)
     HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + PACK - 1) // PACK
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
-    kv_head = tl.program_id(1)
+    number, kv_head, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # of strides, index_group is 0 if all KV heads share a list
     group = tl.where(strides.index_group == 0, 0, kv_head).to(tl.int64)
-    bounds_ptr = gradients.bounds + group * sizes.max_pages + tl.program_id(0)
+    bounds_ptr = gradients.bounds + (group * units + number) * (runs + 1) + run
     begin, stop = tl.load(bounds_ptr), tl.load(bounds_ptr + 1)
-    at = named("entries kv_head total_q more")(
-        entries=group * sizes.entries, kv_head=kv_head, total_q=sizes.total_q, more=more_strides
+    at = named("entries kv_head total_q more first_part cut")(
+        entries=group * listed,
+        kv_head=kv_head,
+        total_q=total_q,
+        more=more_strides,
+        first_part=kv_head.to(tl.int64) * head_places - first_place,
+        cut=cut,
     )
-    # units that no list names are 0 already
+    # the gradients of units that no list names are 0 already
     if begin < stop:
         first_token = tl.load(gradients.tokens + at.entries + begin)
         unit = tl.load(gradients.units + at.entries + begin)
-        in_unit = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_unit = cut * BLOCK_N + tl.arange(0, BLOCK_N)
         key = unit * OPTIONS.SELECT_SIZE + in_unit
         is_key = (in_unit < OPTIONS.SELECT_SIZE) & (key < tl.load(gradients.lengths + first_token))
         row = tl.load(gradients.first_rows + first_token) + key
-        is_key = is_key & (row >= 0) & (row < sizes.num_rows)
+        is_key = is_key & (row >= 0) & (row < num_rows)
         page = tl.zeros([BLOCK_N], tl.int64)
         k, v = load_keys(page, row, is_key, kv_head, pointers, strides, OPTIONS)
+        if gradients.parts_q is not None:
+            k = (_or_zero(k[0]), _or_zero(k[1]) if OPTIONS.K_HIGH > 0 else 0.0)
         dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
         dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
         for i in tl.range(begin, stop, BLOCK_M // PACK):
             for head_tile in tl.static_range(HEAD_TILES):
                 x = _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTIONS)
-                s = chunk_scores(x.q, k, OPTIONS.K_HIGH, OPTIONS.CHAIN) * scalars.scale
-                if OPTIONS.HAS_SOFTCAP:
-                    s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
                 # overlapping sequences number a row's key differently
-                own_key = row[None, :] - x.first[:, None]
-                is_seen = x.exists[:, None] & is_key[None, :] & (own_key < x.length[:, None])
-                if OPTIONS.HAS_RIGHT:
-                    is_seen = is_seen & (own_key <= x.position[:, None] + scalars.right)
-                if OPTIONS.HAS_LEFT:
-                    is_seen = is_seen & (own_key >= x.position[:, None] - scalars.left)
-                p = probabilities(s, x.lse[:, None], OPTIONS.IS_PRECISE)
-                p = tl.where(is_seen, p, 0.0)
-                dp = chunk_scores(x.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
-                ds = score_gradients(s, p, dp, x.d[:, None], scalars, OPTIONS)
-                # a key of the unit that no query sees may be NaN
-                ds = tl.where(is_seen, ds, 0.0)
-                p = tl.trans(p.to(type_of(OPTIONS.DTYPE)))
-                ds = tl.trans(ds.to(type_of(OPTIONS.DTYPE)))
+                is_seen = is_key[:, None] & (row[:, None] <= x.high[None, :])
+                is_seen = is_seen & (row[:, None] >= x.low[None, :])
+                p, ds = gradients_by_key(k, v, x.q, x.dout, x.lse, x.d, is_seen, scalars, OPTIONS)
                 dv = add_chunk_products(dv, p, x.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 dk = add_chunk_products(dk, ds, x.q, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
+                if gradients.parts_q is not None:
+                    _put_query_part(ds, k, x, at, gradients, OPTIONS)
         dk = (dk[0] * scalars.scale, dk[1] * scalars.scale)
         heads: tl.constexpr = OPTIONS.NUM_HEADS // OPTIONS.GROUP_SIZE
         row = row * heads + kv_head
         if gradients.dk is not None:
-            store_chunks(
-                gradients.dk + row * OPTIONS.HEAD_DIM, dk, is_key, OPTIONS.K_LOW, OPTIONS.K_HIGH,
+            _put_keys(
+                gradients.dk, dk, row, is_key, gradients.are_sums, OPTIONS.K_LOW, OPTIONS.K_HIGH,
                 OPTIONS.HEAD_DIM, K_FORMAT,
             )  # fmt: skip
         if gradients.dv is not None:
-            store_chunks(
-                gradients.dv + row * OPTIONS.HEAD_DIM_V, dv, is_key, OPTIONS.V_LOW,
-                OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, K_FORMAT,
+            _put_keys(
+                gradients.dv, dv, row, is_key, gradients.are_sums, OPTIONS.V_LOW, OPTIONS.V_HIGH,
+                OPTIONS.HEAD_DIM_V, K_FORMAT,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("first_row", "step", "entries", "listed", "own_lists"))
+def _add_query_parts_kernel(
+    gradients, counts_ptr, first_row, step, entries, listed, own_lists, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    CUTS: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """dq of a token and ROWS heads of a KV head's group: the sum of the parts of its entries, in
+    their order. own_lists: 0 if all KV heads share lists, else 1."""
+    local, kv_head = tl.program_id(0), tl.program_id(1)
+    in_group = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    is_head = in_group < GROUP_SIZE
+    token = (first_row + local).to(tl.int64)
+    counts_ptr += (kv_head * own_lists).to(tl.int64) * listed + token * entries
+    first = (kv_head.to(tl.int64) * step + local) * entries
+    dq = tl.zeros([ROWS, WIDTH], tl.float32)
+    for e in tl.range(0, entries, loop_unroll_factor=4):
+        is_part = tl.load(counts_ptr + e) != 0
+        for cut in tl.static_range(CUTS):
+            row = ((first + e) * CUTS + cut) * GROUP_SIZE + in_group
+            dq += load_part(
+                gradients.parts_q, gradients.scale_q, row, is_head & is_part, 0, HEAD_DIM, WIDTH
+            )
+    row = (token * tl.num_programs(1) + kv_head) * GROUP_SIZE + in_group
+    d = tl.arange(0, WIDTH)
+    stored = encode(dq * scale, gradients.dq.dtype.element_ty, FORMAT)
+    mask = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(gradients.dq + row[:, None] * HEAD_DIM + d[None, :], stored, mask=mask)

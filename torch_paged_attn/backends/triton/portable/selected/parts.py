@@ -4,19 +4,26 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.common.inverse_lists import InverseLists
+from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
     GradientStrides,
     SelectedGradients,
 )
+from torch_paged_attn.backends.triton.portable.selected.part_rows import (
+    part_dtype,
+    scales_of,
+    width_of,
+)
 from torch_paged_attn.backends.triton.portable.selected.parts_kernels import (
     Parts,
+    PartSums,
     _add_parts_kernel,
     _selected_parts_kernel,
 )
+from torch_paged_attn.backends.triton.portable.selected.ranks import ranks_of
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backward_call import BackwardCall
 
 # bytes of parts: calls with more are done some tokens at a time
@@ -45,58 +52,70 @@ def add_parts(
     heads, entries = forward.num_kv_heads, selection.key_indices.shape[2]
     width, width_v = forward.head_dim, forward.head_dim_v
     config = selected.parts_config_of(forward, target)
-    lists = InverseLists.of(forward)
-    of_token = heads * entries * 4 * (wants_k * width + wants_v * width_v)
+    options = selected.options_of(forward, target, config, False, by_key=True)
+    # parts that several tiles of heads add to are float32
+    is_whole = forward.group_size <= options.BLOCK_M
+    dtype = part_dtype(forward, options.DTYPE) if is_whole else torch.float32
+    is_scaled = dtype == torch.float16
+    of_token = heads * entries * dtype.itemsize * (wants_k * width + wants_v * width_v)
     step = cdiv(forward.total_q, max(cdiv(forward.total_q * of_token, MOST_BYTES), 1))
+    own_lists = int(selection.key_indices.shape[1] > 1)
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=forward.q.device)
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=forward.q.device)
 
+    total = heads * step * entries
     parts = Parts(
-        k=new(step, heads, entries, width) if wants_k else None,
-        v=new(step, heads, entries, width_v) if wants_v else None,
-        sum_k=_sum_of(gradients.dk) if wants_k else None,
-        sum_v=_sum_of(gradients.dv) if wants_v else None,
-        bounds=lists.bounds,
-        places=lists.places,
+        k=new(total, width, dtype=dtype) if wants_k else None,
+        v=new(total, width_v, dtype=dtype) if wants_v else None,
+        scale_k=new(total, scales_of(width)) if wants_k and is_scaled else None,
+        scale_v=new(total, scales_of(width_v)) if wants_v and is_scaled else None,
+        ranks=None,
     )
+    each_head = 0 if own_lists else step * entries
+    blocks = wants_k * cdiv(width, width_of(width)) + wants_v * cdiv(width_v, width_of(width_v))
     taken = {
         "strides": selected.strides_of(forward),
         "more_strides": more_strides,
         "scalars": selected.scalars_of(forward),
-        "OPTIONS": selected.options_of(forward, target, config, False),
+        "OPTIONS": options,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     pointers, sizes = selected.pointers_of(forward, target), selected.sizes_of(forward)._asdict()
     given = gradients._replace(dq=gradients.dq if wants_q else None, dk=None, dv=None)
+    results = [
+        as_stored(x, target)[0] if is_wanted else None
+        for x, is_wanted in ((gradients.dk, wants_k), (gradients.dv, wants_v))
+    ]
+    sums: list[Tensor | None] = [None, None]
     for first in range(0, forward.total_q, step):
         count = min(step, forward.total_q - first)
-        Launch(_selected_parts_kernel, (count, heads), first_row=first, **sizes, **taken)(
-            pointers, given, parts
-        )
+        ranks = ranks_of(forward, options, first, count)
+        parts = parts._replace(ranks=ranks)
+        Launch(
+            _selected_parts_kernel,
+            (count, heads),
+            first_row=first,
+            num_words=ranks.words.shape[-1],
+            each_head=each_head,
+            **sizes,
+            **taken,
+        )(pointers, given, parts)
+        before, is_last = sums, first + count == forward.total_q
+        if not is_last and first == 0:
+            sums = [None if x is None else new(*x.shape) for x in results]
         Launch(
             _add_parts_kernel,
-            (forward.k.shape[0], heads),
-            first_row=first,
-            count=count,
-            entries=entries,
-            num_bounds=lists.bounds.shape[1],
-            num_listed=lists.places.shape[1],
-            own_lists=int(selection.key_indices.shape[1] > 1),
+            (forward.k.shape[0], heads, blocks),
+            own_lists=own_lists,
+            each_head=each_head,
             scale=float(forward.scale),
             HEAD_DIM=width,
             HEAD_DIM_V=width_v,
-            WIDTH=next_power_of_2(width),
-            WIDTH_V=next_power_of_2(width_v),
-            ENTRIES=max(AT_ONCE // next_power_of_2(max(width, width_v)), 1),
+            WIDTH=width_of(width),
+            WIDTH_V=width_of(width_v),
+            ENTRIES=AT_ONCE // width_of(max(width, width_v)),
+            FORMAT=stored_format(forward.k.dtype, target) if is_last else "NATIVE",
             num_warps=4,
-        )(parts)
-    for x, total in ((gradients.dk, parts.sum_k), (gradients.dv, parts.sum_v)):
-        if total is not None and total is not x:
-            x.copy_(total)
-
-
-def _sum_of(gradient: Tensor) -> Tensor:
-    """Memory for float32 sums, of zeros as the gradient is."""
-    return gradient if gradient.dtype == torch.float32 else gradient.float()
+        )(parts, PartSums(*(results if is_last else sums), *before))
