@@ -43,7 +43,8 @@ WAYS = {
     "few/d64/b2": ["portable 64/1/5/4", "portable 128/4/5/1", "portable 64/4/5/2", "cut divided",
                    "numbered low", "numbered divided"],
     "few/d128/b2": ["portable 32/1/5/4", "portable 128/4/3/2", "portable 128/8/5/1",
-                    "portable 128/4/3/2 all", "dealt low", "numbered low", "cut divided"],
+                    "portable 128/4/3/2 all", "dealt low", "numbered low", "cut divided",
+                    "numbered divided"],
     "few/d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "cut low", "numbered low"],
     "few/d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "cut low",
                    "numbered low"],
@@ -60,7 +61,7 @@ WAYS = {
     "many/d64/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut tall",
                     "unpacked"],
     "many/d128/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut low",
-                     "cut low large", "unpacked"],
+                     "cut low large", "cut tall", "unpacked"],
     "many/d256/b1": ["portable whole", "numbered low", "cut low"],
 }  # fmt: skip
 
