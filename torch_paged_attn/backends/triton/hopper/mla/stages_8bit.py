@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
 
 # keys of a block; columns that are values, those of a box of them, and the others
@@ -123,8 +124,8 @@ def new_stored_keys(desc, rope_desc, OPTIONS: gl.constexpr):
     narrow: gl.constexpr = _pairs_layout(rope_desc.layout)
     latent = gl.allocate_shared_memory(desc.dtype, latent_shape, desc.layout)
     rope = gl.allocate_shared_memory(rope_desc.dtype, rope_shape, rope_desc.layout)
-    latent_pairs = latent._reinterpret(gl.int16, [STAGES, KEYS, LATENT // 2], wide)
-    rope_pairs = rope._reinterpret(gl.int16, [STAGES, KEYS, ROPE // 2], narrow)
+    latent_pairs = seen_as(latent, [STAGES, KEYS, LATENT // 2], wide, gl.int16)
+    rope_pairs = seen_as(rope, [STAGES, KEYS, ROPE // 2], narrow, gl.int16)
     full, empty = new_barriers(STAGES, 1), new_barriers(STAGES, OPTIONS.CONSUMERS)
     return StoredKeys(latent, rope, latent_pairs, rope_pairs, full, empty, STAGES)
 

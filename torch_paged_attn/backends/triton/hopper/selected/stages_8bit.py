@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.tma import async_load_pointers
 from torch_paged_attn.backends.triton.hopper.common.work_info import (
     WORD,
@@ -79,7 +80,7 @@ def new_stored_pipelines(queries, rope_dtype: gl.constexpr, OPTIONS: gl.constexp
     seen, work_info = new_seen_keys(), new_work_info(2)
     of_products: gl.constexpr = rope_dtype if OPTIONS.CONVERTERS > 0 else gl.float16
     shape: gl.constexpr = [2, OPTIONS.PACKED_HEADS, HALF]
-    split = queries.halves._reinterpret(gl.float16, shape, swizzled)
+    split = seen_as(queries.halves, shape, swizzled, gl.float16)
     weights = new_weights(of_products, GROUPS * OPTIONS.PACKED_HEADS)
     return StoredPipelines(queries, stored, keys, ropes, scales, seen, work_info, split, weights)
 
