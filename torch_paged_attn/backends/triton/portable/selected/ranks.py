@@ -126,7 +126,7 @@ def ranks_of(call: AttentionCall, options: SelectedOptions, first: int, count: i
         num_rows=groups * rows,
         num_words=num_words,
         KEYS=KEYS,
-        WORDS=min(next_power_of_2(num_words), WORDS),
+        WORDS=WORDS,
         num_warps=4,
     )(words, before, counts)
     starts = torch.nn.functional.pad(torch.cumsum(counts, 0, dtype=torch.int32), (1, 0))
