@@ -63,6 +63,17 @@ KNOWN = {
     ("gfx1100", "selected/columns/f16"): 7424,
     ("gfx1201", "deepseek_v3_2/rows_of_656_bytes/bf16"): 960,
     ("gfx1201", "selected/columns/f16"): 2560,
+    # TODO: gradients of lists in tiles that fit into AMD's registers: no tile of 16 or 32 rows and
+    # keys with 4, 8 or 16 warps does
+    ("gfx90a", "backward/selected/single_latents/bf16"): 448,
+    ("gfx942", "backward/selected/single_latents/bf16"): 128,
+    ("gfx950", "backward/selected/single_latents/bf16"): 64,
+    ("gfx1100", "backward/selected/single_latents/bf16"): 6912,
+    ("gfx1201", "backward/selected/single_latents/bf16"): 2432,
+    ("gfx1100", "backward/selected/single_keys/bf16"): 1152,
+    ("gfx1100", "backward/selected/m3_training/bf16"): 1088,
+    ("gfx1100", "backward/nsa/selected_blocks/f16"): 1792,
+    ("gfx1201", "backward/nsa/selected_blocks/f16"): 192,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     # tiles that spill less are slower: 2 x 4,096 tokens, 32/8 heads, 825 us; 128 keys, two stages

@@ -85,6 +85,8 @@ def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     itemsize = formats_of(call, target, False).product.primitive_bitwidth // 8
     if max(call.head_dim, call.head_dim_v) > WIDE or itemsize == 4:
         return SelectedConfig(16, 16, 4, 1)
+    if is_rdna(target):
+        return SelectedConfig(16, 16, 16, 1)
     block_m = min(32, max(16, next_power_of_2(call.group_size)))
     return SelectedConfig(block_m, 32, 4, 1)
 
@@ -101,7 +103,9 @@ def parts_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
         if is_narrow_on_hopper(call, target):
             return dataclasses.replace(config, BLOCK_N=64, num_stages=2)
         return dataclasses.replace(config, BLOCK_N=64, num_warps=8)
-    return dataclasses.replace(config, num_warps=8) if target.is_hip or is_wide else config
+    if target.is_hip:  # what its registers hold
+        return dataclasses.replace(config, BLOCK_N=16, num_warps=max(config.num_warps, 8))
+    return dataclasses.replace(config, num_warps=8) if is_wide else config
 
 
 def is_narrow_on_hopper(call: AttentionCall, target: Target) -> bool:
