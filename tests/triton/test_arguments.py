@@ -9,10 +9,12 @@ import pytest
 
 from torch_paged_attn.backends.triton import portable
 from torch_paged_attn.backends.triton.portable.common.groups import Pointers, Scalars, Sizes
+from torch_paged_attn.backends.triton.portable.selected.backward_kernels import UnitSizes
 from torch_paged_attn.backends.triton.portable.selected.keys import SelectedSizes
 
 # a few functions work on a tile, its rows and what was loaded for it
 MOST_PARAMETERS = 9
+SIZES = {*SelectedSizes._fields, *UnitSizes._fields}
 FILES = sorted(Path(portable.__file__).parent.rglob("*.py"))
 
 # kernels: Triton wants sizes one by one, and a node of a graph everything
@@ -36,7 +38,7 @@ def test_device_functions_take_groups(path):
     for function in device_functions(path):
         names = [a.arg for a in function.args.args]
         # dimensions and formats of a tile are no arguments at run time; sizes come one by one
-        at_run_time = [n for n in names if not n.isupper() and n not in SelectedSizes._fields]
+        at_run_time = [n for n in names if not n.isupper() and n not in SIZES]
         assert function.name in KERNELS or len(at_run_time) <= MOST_PARAMETERS, function.name
 
 
