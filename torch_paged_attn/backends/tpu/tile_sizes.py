@@ -185,12 +185,12 @@ def plan(
 
 
 def _ways_of_heads(call: Call) -> list[int]:
-    """In how many parts heads may be launched: each has whole KV heads or is of one, and no more
-    heads than lse has lanes."""
+    """In how many parts heads may be launched: each has whole KV heads or is of one, no more heads
+    than lse has lanes, and half as many KV heads: of 128, 30 MiB of registers spill into VMEM."""
     heads, kv_heads = call.num_heads, call.num_kv_heads
     ways = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= LANES]
     ways = [n for n in ways if kv_heads % n == 0 or n % kv_heads == 0]
-    return [n for n in ways if n <= kv_heads] or ways[:1]
+    return [n for n in ways if n <= kv_heads <= n * LANES // 2] or ways[:1]
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
