@@ -81,8 +81,8 @@ def find_peers(
         peers["vLLM's Triton"] = vllm_triton.load(vllm_triton_files)
     if attention_gym:
         sys.path.append(str(attention_gym))
-        gym = importlib.import_module("attn_gym.sparse.selected_attention")
-        peers["attention-gym"] = gym.selected_attention
+        name = "attn_gym.sparse.selected_attention.impl.triton.backward"
+        peers["attention-gym"] = importlib.import_module(name)
     return peers
 
 
@@ -141,7 +141,10 @@ def arguments() -> argparse.Namespace:
         "--vllm-triton", type=Path, metavar="DIR", help="the folder that vLLM's vllm/ is in"
     )
     parser.add_argument(
-        "--attention-gym", type=Path, metavar="DIR", help="the folder that attn_gym is in"
+        "--attention-gym",
+        type=Path,
+        metavar="DIR",
+        help="the folder that attn_gym is in; it wants Triton 3.7",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
     parser.add_argument("--commit", default=git_commit(), help="where git does not say it")

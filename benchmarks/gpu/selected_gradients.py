@@ -1,9 +1,9 @@
 """Backward of attention to selected keys, beside attention-gym's and beside dense attention.
 
 *dense* is the backward of `flash_varlen` for the same queries and as many keys as each of them
-selects, so that it has the same number of products. attention-gym's kernel adds up keys' gradients
-in any order; ours are deterministic. Gradients are compared with those of a float32 formula before
-they are timed; medians of bursts that take turns.
+selects, so that it has the same number of products. attention-gym's has the lists of each key's
+queries, which ours makes. Gradients are compared with those of a float32 formula before they are
+timed; medians of bursts that take turns.
 """
 
 import dataclasses
@@ -43,12 +43,10 @@ class Gradients:
         dout = torch.randn(n, self.num_heads, width, device=DEVICE, dtype=BF16)
         scores = torch.rand(n, self.num_kv_heads, self.context // self.size, device=DEVICE)
         lists = scores.topk(self.top, -1).indices.int().contiguous()
-        cu, cu_k = INT32([0, n]), INT32([0, self.context])
+        cu = INT32([0, n])
 
         def ours(q: Tensor, kv: Tensor) -> Tensor:
-            return torch_paged_attn.selected_attention(
-                *(q, kv, kv[..., :width], lists, cu, cu_k), select_size=self.size, causal=False
-            )[0]
+            return self.forward(q, kv, lists)[0]
 
         def dense(q: Tensor, kv: Tensor) -> Tensor:
             keys = INT32([0, len(kv)])
@@ -56,19 +54,12 @@ class Gradients:
 
         want = self.formula(q, kv, dout, lists)
         torch.cuda.synchronize()
-        print(f"# {self.name}", flush=True)  # what follows compiles, a peer for minutes
+        print(f"# {self.name}", flush=True)
         calls = {"ours": backward_of(ours, q, kv, dout)}
         errors = {"ours": error_of(calls["ours"](), want)}
         gym = peers.get("attention-gym")
         if gym and self.num_kv_heads == self.size == 1 and width == self.head_dim:
-            given = [x.transpose(0, 1)[None].contiguous() for x in (q, kv, dout)]
-            local = torch.zeros_like(given[0][:, :1])
-            every = lists[None, :, 0].long()
-
-            def theirs(q: Tensor, kv: Tensor) -> Tensor:
-                return gym(q, local, kv, every, sliding_window_size=0)
-
-            calls["attention-gym"] = backward_of(theirs, *given)
+            calls["attention-gym"] = self.backward_of_gym(gym, q, kv, dout, lists)
             gradients = [x[0].transpose(0, 1) for x in calls["attention-gym"]()]
             errors["attention-gym"] = error_of(gradients, want)
         assert max(errors.values()) < MOST_ERROR, f"relative errors {errors}"
@@ -78,6 +69,28 @@ class Gradients:
         products = 2 * n * self.num_heads * self.top * self.size * (self.head_dim + width)
         rate = 2.5 * products / figures["ours"] * 1e-9
         return {"unit": "ms", "figures": figures, "error": errors["ours"], "TFLOP/s": rate}
+
+    def forward(self, q: Tensor, kv: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
+        values = kv[..., : self.head_dim_v or self.head_dim]
+        sizes = INT32([0, len(q)]), INT32([0, len(kv)])
+        return torch_paged_attn.selected_attention(
+            *(q, kv, values, lists, *sizes), select_size=self.size, causal=False
+        )
+
+    def backward_of_gym(
+        self, gym: Any, q: Tensor, kv: Tensor, dout: Tensor, lists: Tensor
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """attention-gym's backward, of one KV head, behind our forward: its own takes minutes to
+        compile for sm_90. Lists of each key's queries, which ours makes, are made before."""
+        out, lse = self.forward(q, kv, lists)
+        query, keys, dout, out = (x.transpose(0, 1)[None].contiguous() for x in (q, kv, dout, out))
+        shared = keys.expand(-1, self.num_heads, -1, -1)
+        local = torch.zeros_like(query[:, :1]).expand_as(query)  # of a window of no token
+        chosen = lists[None, :, 0].long()
+        queries = gym._build_index_query_map(chosen, len(kv))
+        sink = torch.full((self.num_heads,), -torch.inf, device=DEVICE, dtype=BF16)
+        given = query, shared, local, chosen, *queries, sink, None, out, lse[None], dout, 0, True
+        return lambda: gym._launch_backward(*given)[:2]
 
     def formula(self, q: Tensor, kv: Tensor, dout: Tensor, lists: Tensor) -> tuple[Tensor, ...]:
         """dq and dkv, head after head in float32."""
