@@ -53,7 +53,7 @@ WAYS = {
                     "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
     "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
-                    "listed tall", "cut divided", "cut tall", "dealt three"],
+                    "listed tall", "cut divided", "cut tall", "dealt three", "numbered three"],
     "many/d128/b2": ["portable whole", "numbered low small", "numbered small", "numbered low",
                      "numbered divided", "numbered tall", "numbered three", "cut divided",
                      "dealt tall", "dealt three"],

@@ -105,7 +105,7 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
     options = TileOptions(
         True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=room, COUNTERS=2 * room,
     )  # fmt: skip
-    chip = Chip(132, units_per_tile, kv_heads, 2**30, 1.0, 0.75, 0.75)
+    chip = Chip(132, units_per_tile, kv_heads, 2**30, 1.0, 1.0, 0.3, 0.75, 0.75)
     sizes = len(seqs), sum(query_lens), max(key_lens)
     list_tiles = plan_tile_list(*sizes, options, device, chip, most_parts)
     order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
@@ -146,7 +146,7 @@ def test_pieces_that_are_stretches_begin_at_the_same_keys(units_per_tile, window
         True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
         COUNTERS=2 * most_parts, STRETCH=256,
     )  # fmt: skip
-    chip = Chip(132, units_per_tile, 1, window, 1.0, 0.75, 0.75)
+    chip = Chip(132, units_per_tile, 1, window, 1.0, 1.0, 0.3, 0.75, 0.75)
     list_tiles = plan_tile_list(len(seqs), 73, 5000, options, device, chip)
     order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
     pieces, parts = collections.defaultdict(list), []

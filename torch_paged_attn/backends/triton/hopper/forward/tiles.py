@@ -46,6 +46,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     gathers,
     heads_per_layout,
     is_bound,
+    is_few_rows,
     is_float8,
     is_sorted,
     key_bound,
@@ -61,8 +62,12 @@ from torch_paged_attn.ops.lacking import lacking
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.common.tma import Boxes
 
-# in tiles of keys, by width of a head: what leaving a piece of a tile takes, and merging it
-PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
+# by width of a head, in tiles of keys: the time that leaving a piece of a tile takes, and by which it
+# ends later, and what part of the longest piece the last programs work on while others have nothing;
+# of few queries and of keys that are converted, and of other chunks
+PIECE_COSTS = {64: (1.0, 1.0, 0.3), 128: (1.0, 1.0, 0.3), 256: (2.0, 2.0, 0.3)}
+PIECE_COSTS_OF_CHUNKS = {64: (1.0, 2.0, 0.3), 128: (4.0, 6.0, 0.7), 256: (4.0, 4.0, 0.5)}
+# the same, of merging a piece
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # of that, where parts are added up by several
 SHARED_COST = 0.15
@@ -365,12 +370,17 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
     shared = SHARED_COST if options.MERGED_COLUMNS else 1.0
     # tiles of fewer keys are sooner done, so that the same time is more of them
     units = 128 / options.BLOCK_N if width <= 128 else 1.0
+    is_chunk = not (is_few_rows(call) or converts(call))
+    costs = PIECE_COSTS_OF_CHUNKS if is_chunk else PIECE_COSTS
+    piece_cost, wait_cost, tail = costs[width]
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
         units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        piece_cost=PIECE_COST[width] * units,
+        piece_cost=piece_cost * units,
+        wait_cost=wait_cost * units,
+        tail=tail,
         merge_cost=MERGE_COST[width] * units,
         shared_cost=MERGE_COST[width] * shared * units,
     )

@@ -49,9 +49,11 @@ class Chip(NamedTuple):
     units_per_tile: int  # heads, or groups of heads, that each have all tiles
     num_kv_heads: int
     window_left: int  # 2**30 where it hides nothing
-    # tiles of keys, in the time that leaving a piece takes, that merging one takes, and the same
-    # where all programs merge
+    # tiles of keys, in the time that leaving a piece takes, by which a piece ends later
     piece_cost: float
+    wait_cost: float
+    tail: float  # of the longest piece, how much of it the last programs work on alone
+    # as above, in the time that merging a piece takes, and the same where all programs merge
     merge_cost: float
     shared_cost: float
 
@@ -106,7 +108,7 @@ def _time(entries, parts, work, reads, longest, most_parts, chip):
     """
     pieces = _number(tl.arange(0, TRIED))
     is_cut = pieces > 1
-    run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, chip.piece_cost, 0.0)
+    run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, chip.wait_cost, 0.0)
     units = entries * chip.units_per_tile
     waves = tl.cdiv(units, chip.programs).to(tl.float32)
     cost = work + TILE_COST * entries + tl.where(is_cut, chip.piece_cost * parts, 0.0)
@@ -115,7 +117,7 @@ def _time(entries, parts, work, reads, longest, most_parts, chip):
     # where all tiles are about as long, programs get free at once: no short one fills what is left
     tiles = tl.sum(tl.where(is_cut, 0, entries), 0)
     is_even = work >= EVEN * tiles.to(tl.float32) * longest
-    dealt = tl.where(is_even, float("inf"), tl.maximum(share + 0.3 * run, run))
+    dealt = tl.where(is_even, float("inf"), tl.maximum(share + chip.tail * run, run))
     time = tl.minimum(waves * run, dealt)
     # those who left parts merge them if all units are worked on at once (`producer.py`)
     of_merging = tl.where(units <= chip.programs, chip.shared_cost, chip.merge_cost)
