@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
+from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.results import (
     of_heads,
     place_of_result,
@@ -33,7 +33,7 @@ from torch_paged_attn.backends.triton.hopper.forward.consumer import (
 SHARING = gl.constexpr(2)
 
 
-@aggregate
+@record
 class Halves:
     """What the second consumer leaves of a tile: weighted sums of values, float32, and by row
     references in base two and sums of weights."""
@@ -43,14 +43,6 @@ class Halves:
     totals: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, sums, references, totals, full, empty):
-        self.sums = sums
-        self.references = references
-        self.totals = totals
-        self.full = full
-        self.empty = empty
 
     @gluon.jit
     def acquire(self, tile):

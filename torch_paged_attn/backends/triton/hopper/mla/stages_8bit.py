@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
 
@@ -25,7 +25,7 @@ KEYS, LATENT, BOX, ROPE = (gl.constexpr(i) for i in (64, 512, 128, 64))
 SLICE = gl.constexpr(16)
 
 
-@aggregate
+@record
 class StoredKeys:
     """A ring of blocks. Fill n goes to stage n % STAGES, once each consumer has released what lay
     there."""
@@ -37,16 +37,6 @@ class StoredKeys:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, latent, rope, latent_pairs, rope_pairs, full, empty, STAGES):
-        self.latent = latent
-        self.rope = rope
-        self.latent_pairs = latent_pairs
-        self.rope_pairs = rope_pairs
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def acquire(self, n):
