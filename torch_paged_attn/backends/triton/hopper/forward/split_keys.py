@@ -12,16 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
 from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.results import (
     of_heads,
     place_of_result,
     store_result,
 )
-from torch_paged_attn.backends.triton.hopper.common.softmax import (
-    finite,
-    scale_rows,
-)
+from torch_paged_attn.backends.triton.hopper.common.softmax import scale_rows
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.forward.consumer import (
     leave_result,
@@ -67,7 +65,7 @@ class Halves:
         thread_barrier()
         mbarrier.arrive(self.empty.index(0), count=1)
         m_all = gl.maximum(m_i, m_left)
-        shift = finite(m_all)
+        shift = finite_or_zero(m_all)
         own, other = gl.exp2(m_i - shift), gl.exp2(m_left - shift)
         # where nothing was left, the memory may hold anything
         is_left = gl.expand_dims(

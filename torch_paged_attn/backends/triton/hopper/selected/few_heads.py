@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, RESCALE_THRESHOLD, finite
+from torch_paged_attn.backends.triton.common.softmax import LN2, finite_or_zero
+from torch_paged_attn.backends.triton.hopper.common.softmax import RESCALE_THRESHOLD
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import HALF, KEYS, ROPE, opaque_zero
 from torch_paged_attn.backends.triton.hopper.selected.consumer import add_sink
@@ -61,7 +62,7 @@ def fold_few(s, m_i, l_i, params):
     the weights, both, and the factors of earlier sums."""
     m_new = gl.maximum(m_i, gl.max(s, 0) * params.scalars.scale_log2)
     m_new = gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i)
-    shift = finite(m_new)
+    shift = finite_or_zero(m_new)
     p = gl.exp2(s * params.scalars.scale_log2 - gl.expand_dims(shift, 0))
     shrink = gl.exp2(m_i - shift)
     sums = thread_sums(p)
