@@ -12,12 +12,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
-from torch_paged_attn.backends.triton.hopper.mla import work
-from torch_paged_attn.backends.triton.hopper.mla.arguments import (
-    MlaOptions,
-    MlaPointers,
-    MlaScalars,
-)
+from torch_paged_attn.backends.triton.hopper.mla import arguments, work
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
@@ -108,9 +103,9 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     return run
 
 
-def scalars_of(call: AttentionCall) -> MlaScalars:
+def scalars_of(call: AttentionCall) -> arguments.MlaScalars:
     """Numbers that follow from the description of a call."""
-    scalars = MlaScalars(
+    scalars = arguments.MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
@@ -137,7 +132,7 @@ class Map(NamedTuple):
     boxes: Any
 
 
-def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map | None]:
+def _maps_of(call: AttentionCall, out: Tensor, options: arguments.MlaOptions) -> list[Map | None]:
     """The kernel's tensor maps for a result like `out`; None for one that it does not take."""
     from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
 
@@ -176,7 +171,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q, k = (x.data_ptr() for x in tensors[:2])
             at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
-            pointers = MlaPointers._make((lse, *given[:count], parts, *given[count:]))
+            pointers = arguments.MlaPointers._make((lse, *given[:count], parts, *given[count:]))
             launch(*(x and x.boxes.at(at[x.name]) for x in maps), pointers)
             combine(out, pointers)
             return
