@@ -36,8 +36,6 @@ BLOCK, BLOCK_OF_TOKENS = 2048, 1024
 
 
 class Pointers(NamedTuple):
-    """The kernel's tensors, or None."""
-
     key: Any
     value: Any
     k_cache: Any
@@ -72,8 +70,6 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Compile-time constants of the kernel."""
-
     DIM: int
     DIM_V: int
     SOURCE_FORMAT: str

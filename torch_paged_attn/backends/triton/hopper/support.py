@@ -178,7 +178,6 @@ def bytes_of_number(call: AttentionCall) -> float:
 
 
 def is_float8(call: AttentionCall) -> bool:
-    """Whether scores are float8 products."""
     return call.q.dtype == torch.float8_e4m3fn
 
 
@@ -302,7 +301,6 @@ def mean_length(call: AttentionCall) -> int:
 
 
 def heads_per_layout(call: AttentionCall) -> int:
-    """Query heads that share a layout."""
     if call.layout is None:
         return 1
     return call.num_heads // call.layout.crow_indices.shape[-2]

@@ -262,7 +262,6 @@ def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
 def sizes_of(
     call: AttentionCall, options: Options, lists_per_head: int, packed_heads: int
 ) -> Sizes:
-    """Numbers that differ from call to call."""
     heads_per_unit = (
         call.num_heads if support.is_sorted(call) else call.group_size
     ) // packed_heads

@@ -104,7 +104,6 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
 
 
 def scalars_of(call: AttentionCall) -> arguments.MlaScalars:
-    """Numbers that follow from the description of a call."""
     scalars = arguments.MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,

@@ -126,7 +126,6 @@ def _are_one_row(call: AttentionCall) -> bool:
 
 
 def options_of(call: AttentionCall) -> ListOptions:
-    """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
     has_scales = is_by_column(call.v_descale, call.v)
     heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), support.BLOCK_M)
@@ -175,7 +174,6 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
 
 
 def sizes_of(call: AttentionCall, units: int) -> ListSizes:
-    """Numbers that differ from call to call."""
     selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return ListSizes(
@@ -193,7 +191,6 @@ def sizes_of(call: AttentionCall, units: int) -> ListSizes:
 
 
 def scalars_of(call: AttentionCall) -> ListScalars:
-    """Numbers that follow from the description of a call."""
     selection = call.lists
     return ListScalars(
         call.num_heads,

@@ -100,7 +100,6 @@ def most_entries(group_size: int) -> int:
 
 
 def options_of(call: AttentionCall) -> arguments.UnitOptions:
-    """What the kernel is compiled for."""
     selection = call.lists
     size = selection.select_size
     is_copied = call.group_size < LEAST_ROWS

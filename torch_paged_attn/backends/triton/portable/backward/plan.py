@@ -92,8 +92,6 @@ def _within(config: Config, traits: Traits) -> Config:
 
 
 class _Kernels:
-    """The launches of one backward call."""
-
     def __init__(self, call: BackwardCall, config: BackwardConfig | None) -> None:
         forward = call.forward
         self.call, self.target = call, target_of(forward.q.device)
