@@ -294,7 +294,7 @@ class _QueriesKernel(_Kernel):
 def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
     """Memory for the sums of dQ, and a launch that computes dq from them. It is called with sums,
     dq and cu_seqlens_q."""
-    from torch_paged_attn.backends.triton.hopper.backward.finish_sums import _finish_sums_kernel
+    from torch_paged_attn.backends.triton.hopper.backward.sums import _finish_sums_kernel
 
     device, width = call.q.device, support.width_of(call.head_dim)
     tiles = _statistics_tiles(call)

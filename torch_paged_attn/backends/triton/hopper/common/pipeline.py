@@ -104,5 +104,5 @@ class Pipelines(NamedTuple):
     left: Any = None
     # what a consumer leaves to the one that has the same rows (`split_keys.py`)
     halves: Any = None
-    # of keys and values, by token (`token_scales.py`)
+    # of keys and values, by token (`scales.py`)
     scales: Any = None

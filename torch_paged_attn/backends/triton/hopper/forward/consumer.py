@@ -33,16 +33,14 @@ from torch_paged_attn.backends.triton.hopper.common.softmax import (
 )
 from torch_paged_attn.backends.triton.hopper.common.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
-from torch_paged_attn.backends.triton.hopper.forward.descale import (
+from torch_paged_attn.backends.triton.hopper.forward.scales import (
+    OF_KEYS,
+    OF_VALUES,
     columns_at_once,
     descales_of,
     factor_of_scores,
-    take_queries,
-)
-from torch_paged_attn.backends.triton.hopper.forward.token_scales import (
-    OF_KEYS,
-    OF_VALUES,
     scale_columns,
+    take_queries,
 )
 from torch_paged_attn.backends.triton.hopper.schedule.block_runs import load_entries, row_mask_of
 from torch_paged_attn.backends.triton.hopper.schedule.pieces import merge_pieces, pieces_in

@@ -1,4 +1,4 @@
-"""The groups of arguments of the kernel for latent attention (MLA), as in `forward/arguments.py`."""
+"""The groups of arguments of the kernel for latent attention, as in `forward/arguments.py`."""
 
 from typing import Any, NamedTuple
 

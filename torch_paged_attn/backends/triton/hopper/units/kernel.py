@@ -5,9 +5,9 @@ Read token by token, the units of 8,192 tokens would be some 34 GB, which no cac
 and lists of neighbouring tokens may have nothing in common. So a program takes a unit of keys and
 the tokens that name it (`unit_lists.py`): its keys and values stay in shared memory while the
 tokens' queries pass by, 64 rows at a time; queries of few heads are copied into that order before
-(`queries.py`). Each consumer has rows of its own, and its softmax
+(`rows.py`). Each consumer has rows of its own, and its softmax
 overlaps with the other's products. What a unit adds to a token's result is left as a part,
-in float16 with a power of two as the scale of a row; `combine.py` adds the parts up in the
+in float16 with a power of two as the scale of a row; `rows.py` adds the parts up in the
 order of the list. So no bit depends on the order in which tokens come.
 """
 

@@ -16,7 +16,7 @@ from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import UnitLists, units_of
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.units import arguments
-from torch_paged_attn.backends.triton.hopper.units.combine import _combine_units_kernel
+from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.selection import Selection
@@ -240,7 +240,7 @@ def _attend_rows(
 
 def _copied_queries(call: AttentionCall, lists: UnitLists) -> Tensor:
     """`(entries, group_size, head_dim)`: query rows of entries in the order of `lists.entries`."""
-    from torch_paged_attn.backends.triton.hopper.units.queries import _copy_unit_queries_kernel
+    from torch_paged_attn.backends.triton.hopper.units.rows import _copy_unit_queries_kernel
 
     total = len(lists.rows)
     copied = call.q.new_empty((total, call.group_size, call.head_dim))
