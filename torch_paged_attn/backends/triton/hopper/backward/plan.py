@@ -10,7 +10,6 @@ of seven for a pair of tiles, and adds parts of dQ to float32 sums in memory, in
 """
 
 import dataclasses
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardScalars,
 )
 from torch_paged_attn.backends.triton.hopper.schedule import tile_scheduler
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -346,10 +346,7 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     if wants_dq and configs.queries is not None:
         queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
     new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
-    # a tensor that is not given is the None that `run` puts behind the given ones
-    names = [name for name, x in call.tensors().items() if x is not None]
-    places = {name: i for i, name in enumerate(names)}
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in TAKEN))
+    pick = picker([name for name, x in call.tensors().items() if x is not None], TAKEN)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
         dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick((*tensors, None))

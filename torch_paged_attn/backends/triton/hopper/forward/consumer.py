@@ -363,20 +363,17 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             stop_token = leave_result(
                 sums, place, at, rows, params, pipelines, tile, OPTIONS, INDEX
             )
-        elif OPTIONS.FLOAT32_COLUMNS > 0:
-            share = store_lse(m_i, total, at, rows, params, OPTIONS)
-            acc = warpgroup_mma_wait(0, deps=[pending])
-            values.consumer_release(n)
-            if STRETCH > 0:
-                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
-            store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
                 acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
-            place.store(scale_rows(acc, share).to(place.dtype))
+            acc = scale_rows(acc, share)
+            if OPTIONS.FLOAT32_COLUMNS > 0:
+                store_float32(acc, rows, stop_token, params, OPTIONS)
+            else:
+                place.store(acc.to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:
             store_result(out, rows, stop_token, params, OPTIONS)

@@ -2,7 +2,6 @@
 of the 576 columns of its keys, and few queries a sequence.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.mla import arguments, work
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
@@ -157,24 +157,22 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     maps = _maps_of(call, out, options)
     combine = work.combine_launch(call, options, programs)
-    # behind the given tensors, `start` puts None for one that is not given, and the result
-    names = list(call.given_tensors())
-    places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
     by_address = work.BESIDE_8_BITS if support.converts(call) else ("",) * len(work.BESIDE_8_BITS)
     taken = (*work.READ_BY_ADDRESS, *by_address)
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
+    # the result is behind the given tensors
+    pick = picker([*call.given_tensors(), "out"], taken)
     count = len(work.READ_BY_ADDRESS)
 
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts, to = new_parts(), out.data_ptr()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q, k = (x.data_ptr() for x in tensors[:2])
-            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
+            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, out, None))
             pointers = arguments.MlaPointers._make((lse, *given[:count], parts, *given[count:]))
             launch(*(x and x.boxes.at(at[x.name]) for x in maps), pointers)
             combine(out, pointers)
             return
-        boxes_at, given = launch.map_arguments, pick((*addresses, None, to))
+        boxes_at, given = launch.map_arguments, pick((*addresses, to, None))
         at = {"q": addresses[0], "k": addresses[1], "out": to}
         memory = lse.data_ptr(), *given[:count], parts.data_ptr(), *given[count:]
         described: list[Any] = []

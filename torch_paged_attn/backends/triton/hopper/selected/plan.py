@@ -2,7 +2,6 @@
 values are 512 wide and are the first columns of the keys.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch_paged_attn.backends.triton.hopper.selected.arguments import (
     ListScalars,
     ListSizes,
 )
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
@@ -221,10 +221,8 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     kernel, sizes = _hopper_selected_fwd_kernel, sizes_of(call, units)
     launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
-    # a tensor that is not given is the None behind the given ones
-    places = {name: i for i, name in enumerate(given)}
     named = "q_latent", "k", "v", *ListPointers._fields[5:-1], "v_descale"
-    pick = operator.itemgetter(*(places.get(name, len(given)) for name in named))
+    pick = picker(given, named)
     column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE
     column_bytes = column * call.k.itemsize
 
