@@ -24,7 +24,6 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
 )
 from torch_paged_attn.backends.triton.common.key_tiles import KeyTiles
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
-from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardOptions,
@@ -146,22 +145,8 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
 def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
     """Numbers that follow from a call's description. `heads`: of the tiles that stay, num_kv_heads
     or num_heads."""
-    slopes = call.alibi_slopes
-    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
-    # a kernel's scores are q . k or, with a softcap, tanh(scale * q . k / softcap): logits are
-    # these times `unit`
-    unit = call.softcap or call.scale
-    return BackwardScalars(
-        heads=heads,
-        stride_alibi_batch=alibi_strides[0],
-        stride_alibi_head=alibi_strides[1],
-        window_left=call.window_size_left if support.is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if support.is_bound(call.window_right) else 0,
-        scale_log2=unit * LOG2E.value,
-        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
-        alibi_scale=1.0 / unit,
-        scale=call.scale,
-    )
+    of_scores: dict[str, Any] = support.scalars_of_scores(call)
+    return BackwardScalars(heads=heads, scale=call.scale, **of_scores)
 
 
 def _like(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ description and sizes. No tensor is read.
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch_paged_attn.backends.triton.common.page_sizes import (
     size_at_run_time,
 )
 from torch_paged_attn.backends.triton.common.seqlen_info import programs_in_turns
-from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.forward.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.forward.choices import FORM, Form, whole_group
@@ -216,29 +215,21 @@ def _rows_of_box(call: AttentionCall, keys_per_entry: int) -> int:
 
 def scalars_of(call: AttentionCall) -> Scalars:
     """Numbers that follow from the description and the tiles, which no kernel is compiled for."""
-    k, v, slopes, layout = call.k, call.v, call.alibi_slopes, call.layout
+    k, v, layout = call.k, call.v, call.layout
     has_pages, strides = call.page_size > 0 and not has_rows(call), {}
     if support.gathers(call):
         of_k, of_v = (("stride_k", k), ("stride_v", v))
         strides = {name: x.stride(2) for name, x in (of_k, of_v)}
         strides |= {f"{name}_head": x.stride(1) for name, x in (of_k, of_v)}
     batched = layout is not None and layout.crow_indices.dim() == 3 and len(layout.crow_indices) > 1
-    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
-    # scores are q . k or, with a softcap, the tanh of it
-    unit = call.softcap or call.scale
+    of_scores: dict[str, Any] = support.scalars_of_scores(call)
     return Scalars(
         num_heads=call.num_heads,
         stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
         k_page_rows=k.stride(0) // k.stride(2) if has_pages else 0,
         v_page_rows=v.stride(0) // v.stride(2) if has_pages else 0,
-        stride_alibi_batch=alibi_strides[0],
-        stride_alibi_head=alibi_strides[1],
-        window_left=max(call.window_size_left, 0) if support.is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if support.is_bound(call.window_right) else 0,
-        scale_log2=unit * LOG2E.value,
-        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
-        alibi_scale=1.0 / unit,
         page_size=size_at_run_time(call),
+        **of_scores,
         **strides,
         **_strides_of_descales(call),
     )
