@@ -7,7 +7,7 @@ from shared memory to the tensor cores, and no 16-bit keys are stored.
 Either one consumer computes all 512 columns of the result of up to 32 rows of queries, or two
 consumers compute half of the columns each (`mla_bytes.FORMS`). Two take turns with blocks of keys:
 each computes the scores of every other block, and puts the probabilities where both read them.
-Queries become float16 first (`queries_8bit.py`).
+Queries become float16 first (`stages_8bit.py`).
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ from torch_paged_attn.backends.triton.common.softmax import LN2, finite_or_zero
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.forward.producer import wait_for_kernel_before
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import opaque_zero
-from torch_paged_attn.backends.triton.hopper.mla.queries_8bit import take_queries
 from torch_paged_attn.backends.triton.hopper.mla.stages_8bit import (
     KEYS,
     LATENT,
     SLICE,
     meet_consumers,
+    take_queries,
 )
 
 # a row's reference, when it is set, is its maximum less BELOW; later it is at most RAISED more
