@@ -14,7 +14,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.unit_items import UnitLists
 from torch_paged_attn.backends.triton.hopper.units import plan as selected_units
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitCombinePointers
-from torch_paged_attn.backends.triton.hopper.units.combine import _combine_units_kernel
+from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
 from torch_paged_attn.backends.triton.portable.selected.unit_lists import make_unit_lists
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
 from torch_paged_attn.ops.selected_checks import selected_keys

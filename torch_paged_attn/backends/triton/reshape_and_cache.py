@@ -3,7 +3,6 @@ tokens. `quantize_rows.py` has the overload `quantize`.
 """
 
 import logging
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch_paged_attn.backends.triton.cache_write.written_slots import (
     writes_of_any,
 )
 from torch_paged_attn.backends.triton.common.dequant import as_stored, decode, encode, stored_format
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, PlannedOp, Resizable
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
@@ -36,8 +36,6 @@ BLOCK, BLOCK_OF_TOKENS = 2048, 1024
 
 
 class Pointers(NamedTuple):
-    """The kernel's tensors, or None."""
-
     key: Any
     value: Any
     k_cache: Any
@@ -72,8 +70,6 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Compile-time constants of the kernel."""
-
     DIM: int
     DIM_V: int
     SOURCE_FORMAT: str
@@ -217,9 +213,8 @@ def _resizable(
         # the half that calls do not get is put behind what they get
         names.remove("v_cache")
         names.append("v_cache")
-    slots, nothing = names.index("slots"), len(names) + 1
-    places = {name: i for i, name in enumerate([*names, "claims"])}
-    pick = operator.itemgetter(*(places.get(name, nothing) for name in Pointers._fields))
+    slots = names.index("slots")
+    pick = picker([*names, "claims"], Pointers._fields)
     arguments = {
         "strides": Strides(
             k=row_strides(key, k_cache, k_scale),

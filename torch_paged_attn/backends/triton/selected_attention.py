@@ -1,7 +1,6 @@
 """`selected_attention` on GPUs: which kernel runs a call, and the plan of the portable one."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPoin
 from torch_paged_attn.backends.triton.portable.selected.latents import _selected_latents_kernel
 from torch_paged_attn.backends.triton.portable.selected.unit_lists import make_unit_lists
 from torch_paged_attn.backends.triton.runtime import launch_cache
-from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
+from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, picker, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -124,12 +123,8 @@ def _plan_portable(call: AttentionCall, given: list[str]) -> Callable[..., None]
         WIDTH=next_power_of_2(call.head_dim_v),
         OPTIONS=options,
     )
-    # a tensor that is not given is the None behind the given ones
-    places = {name: i for i, name in enumerate(given)}
-    pick = operator.itemgetter(*(places.get(x, len(given)) for x in SelectedPointers._fields))
-    pick_more = operator.itemgetter(
-        *(places.get(x, len(given)) for x in ("out_scale", "sinks", "cu_seqlens_q"))
-    )
+    pick = picker(given, SelectedPointers._fields)
+    pick_more = picker(given, ("out_scale", "sinks", "cu_seqlens_q"))
 
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts = [new() for new in new_parts]

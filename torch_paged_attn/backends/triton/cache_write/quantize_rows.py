@@ -36,8 +36,6 @@ LARGEST = {
 
 
 class QuantizePointers(NamedTuple):
-    """The kernel's tensors, or None."""
-
     key: Any
     value: Any
     k_cache: Any
@@ -70,8 +68,6 @@ class QuantizeStrides(NamedTuple):
 
 
 class QuantizeOptions(NamedTuple):
-    """Compile-time constants of the kernel."""
-
     NUM_HEADS: int
     DIM: int
     DIM_V: int

@@ -78,8 +78,6 @@ class StatisticsStrides(NamedTuple):
 
 
 class StatisticsOptions(NamedTuple):
-    """What the kernel is compiled for."""
-
     HEAD_DIM_V: int
     WIDTH: int  # columns that are read at a time
     FORMAT: str  # of dout and out

@@ -23,8 +23,6 @@ LOOKED_AT = tl.constexpr(32)
 
 
 class KeyTiles(NamedTuple):
-    """What the code is compiled for."""
-
     KEYS: int  # of a tile
     QUERIES: int  # of the tiles that it visits, in which its work is counted
     IS_CAUSAL: bool

@@ -16,8 +16,6 @@ from torch_paged_attn.backends.triton.common.seqlen_info import key_span
 
 
 class Unpacked(NamedTuple):
-    """The tensors of the kernel; None where a call has no such tensor."""
-
     k: Any  # (num_pages, num_kv_heads, page_size, width)
     v: Any
     k_descale: Any

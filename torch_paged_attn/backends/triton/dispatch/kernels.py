@@ -235,7 +235,6 @@ def shape_of(call: AttentionCall, sizes: Sizes, why: dict[str, str | None]) -> w
 
 
 def named(name: str) -> Way:
-    """The way of a name."""
     if name == ways.UNPACKED:
         return Way(name, None)
     if name == "portable whole":

@@ -43,7 +43,6 @@ WORD = 4
 
 
 def path(op: str, call: Any, target: str | None = None) -> Path:
-    """The path of a call; `target` as in `explain`."""
     if target is None and assumed() is None and not _runs_here(call):
         reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
         return Path("triton", None, reason)

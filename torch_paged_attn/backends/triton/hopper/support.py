@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, is_by_token, is_int4
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
 from torch_paged_attn.backends.triton.common.seqlen_info import UNBOUNDED, is_bound, key_bound
+from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper.schedule.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
@@ -178,7 +179,6 @@ def bytes_of_number(call: AttentionCall) -> float:
 
 
 def is_float8(call: AttentionCall) -> bool:
-    """Whether scores are float8 products."""
     return call.q.dtype == torch.float8_e4m3fn
 
 
@@ -286,6 +286,23 @@ def columns_of(dim: int) -> int:
     return width if width == 64 else width // 2 + rest
 
 
+def scalars_of_scores(call: AttentionCall) -> dict[str, int | float]:
+    """The scalars by which kernels make logits of scores, and those of windows, 0 where they hide
+    nothing. Scores are q . k or, with a softcap, tanh(softmax_scale * q . k / softcap): logits are
+    these times `unit`."""
+    slopes, unit = call.alibi_slopes, call.softcap or call.scale
+    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    return {
+        "stride_alibi_batch": alibi_strides[0],
+        "stride_alibi_head": alibi_strides[1],
+        "window_left": call.window_size_left if is_bound(call.window_size_left) else 0,
+        "window_right": call.window_right if is_bound(call.window_right) else 0,
+        "scale_log2": unit * LOG2E.value,
+        "softcap_scale_log2": 2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
+        "alibi_scale": 1.0 / unit,
+    }
+
+
 def gathers(call: AttentionCall) -> bool:
     """Whether rows of keys are copied one by one, because pages are smaller than a box."""
     if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
@@ -302,7 +319,6 @@ def mean_length(call: AttentionCall) -> int:
 
 
 def heads_per_layout(call: AttentionCall) -> int:
-    """Query heads that share a layout."""
     if call.layout is None:
         return 1
     return call.num_heads // call.layout.crow_indices.shape[-2]

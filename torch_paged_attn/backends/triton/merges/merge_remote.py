@@ -110,8 +110,6 @@ class RemoteStrides(NamedTuple):
 
 
 class RemoteOptions(NamedTuple):
-    """Compile-time constants of the kernel."""
-
     RANK: int
     PROGRAMS: int
     HEAD_DIM: int

@@ -35,8 +35,6 @@ def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
 
 
 class MergeOptions(NamedTuple):
-    """Compile-time constants of the kernels."""
-
     HEAD_DIM_V: int
     WIDTH: int  # its next power of two
     FORMAT: Any  # how parts are stored

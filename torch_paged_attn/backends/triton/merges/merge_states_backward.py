@@ -22,8 +22,6 @@ from torch_paged_attn.ops.merge_states_backward import check
 
 
 class PartPointers(NamedTuple):
-    """A part, and its gradients."""
-
     out: Any
     lse: Any
     dout: Any
@@ -107,7 +105,6 @@ def _load_rows(ptr, rows, strides, counts, FORMAT: tl.constexpr, OPTIONS: tl.con
 
 @triton.jit
 def _write_part(part, strides, rows, merged, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
-    """Write the gradients of one part."""
     lowest = float("-inf")
     part_lse = _load_lse(part.lse, rows, strides, rows.exists)
     counts = rows.exists & (tl.abs(part_lse) != float("inf")) & (merged.lse != lowest)

@@ -1,4 +1,4 @@
-"""Copies of small tensors, which kernels read as if they were contiguous.
+"""The tensors of a call as kernels take them: picked by name, and small ones without gaps.
 
 Kernels take the strides of queries, keys, values, masks, scales and layouts. They take none for
 lengths, bounds and sinks, and only the row stride of a block table. If such a tensor has gaps, the
@@ -6,6 +6,8 @@ plan is made for a contiguous copy, and each call makes this copy first. So it i
 packed keys that a kernel cannot address, if another kernel would give other bits.
 """
 
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,13 @@ READ_END_TO_END = frozenset(
         *("block_table", "sinks", "rng_state"),
     )
 )
+
+
+def picker(names: Sequence[str], fields: Iterable[str | None]) -> Callable[..., Any]:
+    """Picks what is called like the fields from a tuple with these names and a None behind them,
+    which stands for what is not there."""
+    places: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+    return operator.itemgetter(*(places.get(x, len(names)) for x in fields))
 
 
 def without_gaps(

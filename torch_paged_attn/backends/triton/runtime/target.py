@@ -34,7 +34,6 @@ class Target:
 
     @property
     def is_hip(self) -> bool:
-        """Whether this is an AMD GPU."""
         return self.arch.startswith("gfx")
 
     @property
@@ -91,7 +90,6 @@ def assumed() -> Target | None:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of a tensor's device."""
     if _assumed is not None:
         return _assumed
     if INTERPRETED:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class BackwardPointers(NamedTuple):
-    """Memory reached by address; None where a call has no such tensor."""
-
     cu_seqlens_q: Any
     tile_list: Any  # of `tile_scheduler.plan_tile_list`
     statistics: Any  # of `common/backward_preprocess.py`
@@ -18,15 +16,11 @@ class BackwardPointers(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """Numbers that differ from call to call of one model."""
-
     batch: int
     statistics_tiles: int  # of a head
 
 
 class BackwardScalars(NamedTuple):
-    """Numbers that follow from the description of a call and its tiles."""
-
     heads: int  # of the units of work: query heads for tiles of queries, KV heads for those of keys
     stride_alibi_batch: int
     stride_alibi_head: int
@@ -74,8 +68,6 @@ class BackwardOptions(NamedTuple):
 
 
 class BackwardParams(NamedTuple):
-    """All that the host passes, as the warps of a program share it."""
-
     q_desc: Any
     dout_desc: Any
     k_desc: Any

@@ -18,8 +18,9 @@ from torch_paged_attn.backends.triton.hopper.backward.dkdv_producer import (
     produce_queries,
 )
 from torch_paged_attn.backends.triton.hopper.backward.dkdv_steps import KeyPipelines
-from torch_paged_attn.backends.triton.hopper.backward.dq import QueryPipelines, consume_queries
-from torch_paged_attn.backends.triton.hopper.backward.dq_producer import (
+from torch_paged_attn.backends.triton.hopper.backward.dq import (
+    QueryPipelines,
+    consume_queries,
     load_gradients_and_values,
     produce_queries_and_keys,
 )

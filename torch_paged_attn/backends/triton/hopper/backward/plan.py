@@ -10,7 +10,8 @@ of seven for a pair of tiles, and adds parts of dQ to float32 sums in memory, in
 """
 
 import dataclasses
-import operator
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from torch_paged_attn.backends.triton.common.backward_preprocess import (
 )
 from torch_paged_attn.backends.triton.common.key_tiles import KeyTiles
 from torch_paged_attn.backends.triton.common.seqlen_info import num_tiles
-from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardOptions,
@@ -31,6 +31,7 @@ from torch_paged_attn.backends.triton.hopper.backward.arguments import (
     BackwardScalars,
 )
 from torch_paged_attn.backends.triton.hopper.schedule import tile_scheduler
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -144,27 +145,13 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
 def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
     """Numbers that follow from a call's description. `heads`: of the tiles that stay, num_kv_heads
     or num_heads."""
-    slopes = call.alibi_slopes
-    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
-    # a kernel's scores are q . k or, with a softcap, tanh(scale * q . k / softcap): logits are
-    # these times `unit`
-    unit = call.softcap or call.scale
-    return BackwardScalars(
-        heads=heads,
-        stride_alibi_batch=alibi_strides[0],
-        stride_alibi_head=alibi_strides[1],
-        window_left=call.window_size_left if support.is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if support.is_bound(call.window_right) else 0,
-        scale_log2=unit * LOG2E.value,
-        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
-        alibi_scale=1.0 / unit,
-        scale=call.scale,
-    )
+    of_scores: dict[str, Any] = support.scalars_of_scores(call)
+    return BackwardScalars(heads=heads, scale=call.scale, **of_scores)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _like(x: Tensor) -> Tensor:
     """A contiguous tensor of x's shape, without memory."""
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
@@ -174,127 +161,111 @@ def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
     return ragged_rows(x, rows, 1, width)
 
 
-class _Kernel:
+def _statistics_tiles(call: AttentionCall) -> int:
+    return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
+
+
+def _launch(
+    kernel: Any, call: AttentionCall, options: BackwardOptions, *, of_keys: bool, is_beside: bool
+) -> Launch:
     """The launch of one of the kernels.
 
     of_keys: whether tiles of keys stay
     is_beside: whether the kernel may start before the last one ends, whose results it does not read
     """
-
-    def __init__(
-        self,
-        kernel: Any,
-        call: AttentionCall,
-        config: HopperBackwardConfig,
-        *,
-        of_keys: bool,
-        is_beside: bool = False,
-    ) -> None:
-        self.options = options_of(call, config)
-        target, total_k = target_of(call.q.device), call.k.shape[0]
-        rows, heads = (total_k, call.num_kv_heads) if of_keys else (call.total_q, call.num_heads)
-        units = tile_scheduler.most_tiles(rows, call.batch, self.options.TILE, False) * heads
-        self.launch = Launch(
-            kernel,
-            (min(units, target.multiprocessors),),
-            batch=call.batch,
-            statistics_tiles=_statistics_tiles(call),
-            scalars=scalars_of(call, heads),
-            OPTIONS=self.options,
-            num_warps=4,
-            **({"launch_pdl": True} if is_beside else {}),
-        )
+    rows, heads = call.total_q, call.num_heads
+    if of_keys:
+        rows, heads = call.k.shape[0], call.num_kv_heads
+    units = tile_scheduler.most_tiles(rows, call.batch, options.TILE, False) * heads
+    return Launch(
+        kernel,
+        (min(units, target_of(call.q.device).multiprocessors),),
+        batch=call.batch,
+        statistics_tiles=_statistics_tiles(call),
+        scalars=scalars_of(call, heads),
+        OPTIONS=options,
+        num_warps=4,
+        **({"launch_pdl": True} if is_beside else {}),
+    )
 
 
-def _statistics_tiles(call: AttentionCall) -> int:
-    return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
+def _start(
+    launch: Launch,
+    boxes: "tuple[Boxes | None, ...]",
+    tensors: tuple[Any, ...],
+    pointers: BackwardPointers,
+) -> None:
+    """Launch a kernel that takes tensor maps of these tensors, but where there are no boxes."""
+    pairs = zip(boxes, tensors, strict=True)
+    launch(*(None if of is None else of.at(x.data_ptr()) for of, x in pairs), pointers)
 
 
-class _KeysKernel(_Kernel):
-    """The kernel of dK and dV, and in one pass of the sums of dQ."""
+def _plan_keys(
+    call: BackwardCall, config: HopperBackwardConfig
+) -> tuple[KeyTiles, Callable[..., None]]:
+    """The tiles of keys, and the launch of dK, dV and in one pass the sums of dQ: it takes q, dout,
+    k, v, the statistics, dk, dv and the sums, and pointers."""
+    from torch_paged_attn.backends.triton.hopper.backward.kernel import _hopper_backward_keys_kernel
+    from torch_paged_attn.backends.triton.hopper.common.tma import plain_rows
 
-    def __init__(self, call: BackwardCall, config: HopperBackwardConfig) -> None:
-        from torch_paged_attn.backends.triton.hopper.backward.kernel import (
-            _hopper_backward_keys_kernel,
-        )
-        from torch_paged_attn.backends.triton.hopper.common.tma import plain_rows
-
-        forward, passing = call.forward, config.PASS
-        super().__init__(_hopper_backward_keys_kernel, forward, config, of_keys=True)
-        self.tiles = KeyTiles(self.options.TILE, passing, self.options.IS_CAUSAL)
-        tile, width, width_v = self.options.TILE, self.options.WIDTH, self.options.WIDTH_V
-        dk_like, dv_like = _like(forward.k), _like(forward.v)
-        self.inputs = (
-            _rows(forward.q, passing, width),
-            _rows(call.dout, passing, width_v),
-            _rows(forward.k, tile, width),
-            _rows(forward.v, tile, width_v),
-            plain_rows(torch.float32, 2 * STATISTICS_ROWS),
-        )
-        self.results = _rows(dk_like, tile, width), _rows(dv_like, tile, width_v)
-        self.sums = None
-        if config.DQ_SUMS == BY_BOX:
-            rows = passing * width // config.CONSUMERS // ROW_OF_SUMS
-            self.sums = plain_rows(torch.float32, ROW_OF_SUMS, rows)
-
-    def start(
-        self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers
-    ) -> None:
-        """Launch the kernel. `inputs`: q, dout, k, v and the statistics; `results`: dk, dv."""
-        self.launch(
-            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.inputs, inputs, strict=True)),
-            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.results, results, strict=True)),
-            None if self.sums is None else self.sums.at(pointers.dq_sums.data_ptr()),
-            pointers,
-        )
+    forward, passing, options = call.forward, config.PASS, options_of(call.forward, config)
+    kernel = _hopper_backward_keys_kernel
+    launch = _launch(kernel, forward, options, of_keys=True, is_beside=False)
+    tile, width, width_v = options.TILE, options.WIDTH, options.WIDTH_V
+    of_sums = None
+    if config.DQ_SUMS == BY_BOX:
+        rows = passing * width // config.CONSUMERS // ROW_OF_SUMS
+        of_sums = plain_rows(torch.float32, ROW_OF_SUMS, rows)
+    boxes = (
+        _rows(forward.q, passing, width),
+        _rows(call.dout, passing, width_v),
+        _rows(forward.k, tile, width),
+        _rows(forward.v, tile, width_v),
+        plain_rows(torch.float32, 2 * STATISTICS_ROWS),
+        _rows(_like(forward.k), tile, width),
+        _rows(_like(forward.v), tile, width_v),
+        of_sums,
+    )
+    return KeyTiles(tile, passing, options.IS_CAUSAL), functools.partial(_start, launch, boxes)
 
 
-class _QueriesKernel(_Kernel):
-    """The kernel of dQ."""
+def _plan_queries(
+    call: BackwardCall, config: HopperBackwardConfig, *, is_beside: bool
+) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """What lists the tiles of queries, and the launch of dQ: it takes q, dout, k, v and dq, and
+    pointers."""
+    from torch_paged_attn.backends.triton.hopper.backward.kernel import (
+        _hopper_backward_queries_kernel,
+    )
 
-    def __init__(
-        self, call: BackwardCall, config: HopperBackwardConfig, *, is_beside: bool
-    ) -> None:
-        from torch_paged_attn.backends.triton.hopper.backward.kernel import (
-            _hopper_backward_queries_kernel,
-        )
-
-        forward, passing = call.forward, config.PASS
-        super().__init__(
-            _hopper_backward_queries_kernel, forward, config, of_keys=False, is_beside=is_beside
-        )
-        tile_options = tile_scheduler.TileOptions(
-            IS_PAGED=False,
-            IS_CAUSAL=forward.window_right == 0,
-            IS_ALIGNED=False,
-            TOKENS=self.options.TILE,
-            BLOCK_N=passing,
-            **tile_scheduler.UNCUT,
-        )
-        self.list_tiles = tile_scheduler.plan_tile_list(
-            forward.batch, forward.total_q, forward.k.shape[0], tile_options, forward.q.device
-        )
-        width, width_v = self.options.WIDTH, self.options.WIDTH_V
-        self.boxes = (
-            _rows(forward.q, STAY, width),
-            _rows(call.dout, STAY, width_v),
-            _rows(forward.k, passing, width),
-            _rows(forward.v, passing, width_v),
-            _rows(_like(forward.q), STAY, width),
-        )
-
-    def start(self, tensors: tuple[Tensor, ...], pointers: BackwardPointers) -> None:
-        """Launch the kernel. `tensors` are q, dout, k, v and dq."""
-        self.launch(
-            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.boxes, tensors, strict=True)),
-            pointers,
-        )
+    forward, passing, options = call.forward, config.PASS, options_of(call.forward, config)
+    kernel = _hopper_backward_queries_kernel
+    launch = _launch(kernel, forward, options, of_keys=False, is_beside=is_beside)
+    tile_options = tile_scheduler.TileOptions(
+        IS_PAGED=False,
+        IS_CAUSAL=forward.window_right == 0,
+        IS_ALIGNED=False,
+        TOKENS=options.TILE,
+        BLOCK_N=passing,
+        **tile_scheduler.UNCUT,
+    )
+    list_tiles = tile_scheduler.plan_tile_list(
+        forward.batch, forward.total_q, forward.k.shape[0], tile_options, forward.q.device
+    )
+    boxes = (
+        _rows(forward.q, STAY, options.WIDTH),
+        _rows(call.dout, STAY, options.WIDTH_V),
+        _rows(forward.k, passing, options.WIDTH),
+        _rows(forward.v, passing, options.WIDTH_V),
+        _rows(_like(forward.q), STAY, options.WIDTH),
+    )
+    return list_tiles, functools.partial(_start, launch, boxes)
 
 
 def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
     """Memory for the sums of dQ, and a launch that computes dq from them. It is called with sums,
     dq and cu_seqlens_q."""
-    from torch_paged_attn.backends.triton.hopper.backward.finish_sums import _finish_sums_kernel
+    from torch_paged_attn.backends.triton.hopper.backward.sums import _finish_sums_kernel
 
     device, width = call.q.device, support.width_of(call.head_dim)
     tiles = _statistics_tiles(call)
@@ -339,17 +310,15 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     new_results = [Allocation.like(x) for x in call.new_results()]
     # a kernel writes all of its results, those that are not wanted to memory that nobody reads
     spare = [Allocation(x.shape, x.dtype, x.device) for x in (forward.q, forward.k, forward.v)]
-    keys = queries = None
+    key_tiles = start_keys = list_queries = start_queries = None
     if wants_dk or wants_dv or is_one_pass:
-        keys = _KeysKernel(call, configs.keys)
-    statistics_of = plan_statistics(call, key_tiles=keys.tiles if keys else None)
+        key_tiles, start_keys = _plan_keys(call, configs.keys)
+    statistics_of = plan_statistics(call, key_tiles=key_tiles)
     if wants_dq and configs.queries is not None:
-        queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
+        is_beside = start_keys is not None
+        list_queries, start_queries = _plan_queries(call, configs.queries, is_beside=is_beside)
     new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
-    # a tensor that is not given is the None that `run` puts behind the given ones
-    names = [name for name, x in call.tensors().items() if x is not None]
-    places = {name: i for i, name in enumerate(names)}
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in TAKEN))
+    pick = picker([name for name, x in call.tensors().items() if x is not None], TAKEN)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
         dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick((*tensors, None))
@@ -361,18 +330,18 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         if wants_dsinks and sink_parts is not None:
             made[4] = sink_parts.sum(1).neg_()
         dq = made[0] if wants_dq else spare[0]()
-        query_list = queries and queries.list_tiles(tile_scheduler.Lengths(*lengths))
+        query_list = list_queries and list_queries(tile_scheduler.Lengths(*lengths))
         sums = None
         if new_sums is not None:
             sums = new_sums()
             sums.zero_()
         pointers = BackwardPointers(cu_seqlens_q, key_list, statistics, sums, slopes)
-        if keys is not None:
+        if start_keys is not None:
             dk = made[1] if wants_dk else spare[1]()
             dv = made[2] if wants_dv else spare[2]()
-            keys.start((q, dout, k, v, statistics), (dk, dv), pointers)
-        if queries is not None:
-            queries.start((q, dout, k, v, dq), pointers._replace(tile_list=query_list))
+            start_keys((q, dout, k, v, statistics, dk, dv, sums), pointers)
+        if start_queries is not None:
+            start_queries((q, dout, k, v, dq), pointers._replace(tile_list=query_list))
         if finish is not None:
             finish(sums, dq, cu_seqlens_q)
         return tuple(made)

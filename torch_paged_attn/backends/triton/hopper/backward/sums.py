@@ -1,7 +1,7 @@
 """How the parts of dQ, which programs of several tiles of keys make, are added up in float32.
 
 A consumer's part are PASS rows of its share of the columns. In memory it lies in fours, as they lie
-in a thread's registers, and a later kernel puts them in their places (`finish_sums.py`).
+in a thread's registers, and a later kernel puts them in their places (`_finish_sums_kernel`).
 
 BY_BOX: a consumer leaves its part in shared memory, where a warp of its own has the tensor memory
 accelerator add it. A warp stores 512 bytes in a row: rows of the result would meet in the same
@@ -9,10 +9,13 @@ banks. BY_LANE: each thread adds its fours to memory; that spares shared memory'
 memory.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from torch_paged_attn.backends.triton.common.seqlen_info import find_tile, query_span
 from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.tma import add_box
 
@@ -70,3 +73,32 @@ def add_part(params, sums, n, tile, OPTIONS: gl.constexpr):
     if n >= SLOTS - 1:
         for i in gl.static_range(CONSUMERS):
             mbarrier.arrive(sums.empty.index(i * SLOTS + (n + 1) % SLOTS), count=1)
+
+
+@triton.jit(do_not_specialize=("batch", "total_q"))
+def _finish_sums_kernel(
+    sums_ptr,
+    dq_ptr,
+    cu_seqlens_q_ptr,
+    batch,
+    total_q,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program finishes the columns of one consumer, of a tile of queries of a head."""
+    number, part, head = tl.program_id(0) // 2, tl.program_id(0) % 2, tl.program_id(1)
+    tiles = tl.num_programs(0) // 2
+    b, place = find_tile(number, cu_seqlens_q_ptr, batch, ROWS, 1)
+    start, stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    row = start + place * ROWS + tl.arange(0, ROWS)
+    sums_ptr += ((head.to(tl.int64) * tiles + number) * 2 + part) * (ROWS * COLUMNS)
+    x = tl.load(sums_ptr + tl.arange(0, ROWS * COLUMNS)) * scale
+    x = tl.permute(tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    x = tl.reshape(x, [ROWS, COLUMNS]).to(dq_ptr.dtype.element_ty)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    heads = tl.num_programs(1)
+    to = dq_ptr + (row.to(tl.int64) * heads + head)[:, None] * HEAD_DIM + column[None, :]
+    exists = (row < tl.minimum(stop, total_q))[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(to, x, mask=exists)

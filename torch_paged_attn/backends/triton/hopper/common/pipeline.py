@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from torch_paged_attn.backends.triton.hopper.common.records import record
 
 
-@aggregate
+@record
 class Pipeline:
     """Fill number n goes to stage n % STAGES, once each consumer has released fill n - STAGES."""
 
@@ -20,13 +21,6 @@ class Pipeline:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def tile(self, n):
@@ -110,5 +104,5 @@ class Pipelines(NamedTuple):
     left: Any = None
     # what a consumer leaves to the one that has the same rows (`split_keys.py`)
     halves: Any = None
-    # of keys and values, by token (`token_scales.py`)
+    # of keys and values, by token (`scales.py`)
     scales: Any = None

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, with_sink
+from torch_paged_attn.backends.triton.common.softmax import LN2, with_sink
 from torch_paged_attn.backends.triton.hopper.common.tma import store_rows
 
 # what Triton 3.6 has as a private method

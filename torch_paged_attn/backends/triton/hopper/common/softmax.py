@@ -7,19 +7,11 @@ score exceeds it by far, so that its result is rarely multiplied.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
 
 # by how much, in base two, a score may exceed its row's reference: probabilities up to 256 are
 # rounded like those below 1, and sums are float32
 RESCALE_THRESHOLD = gl.constexpr(8.0)
-
-
-@gluon.jit
-def finite(m):
-    """References to subtract: a row that has seen no key keeps -inf, and subtracting 0 instead
-    avoids inf - inf."""
-    return gl.where(m == -float("inf"), 0.0, m)
 
 
 @gluon.jit
@@ -41,7 +33,7 @@ def _pin(x):
 
 
 @gluon.jit
-def _row_max(s):
+def row_max(s):
     """Maxima of rows, in two steps, so that a thread has twice as many chains of maxima that do not
     wait for each other."""
     partial = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
@@ -61,9 +53,9 @@ def update_softmax(s, m_i, l_i, scale_log2, IS_FUSED: gl.constexpr = True):
     `scale_log2`), and partial sums. Returns the probabilities, the new references and sums, and the
     factors by which the sums of values of earlier tiles are to be multiplied. Unless IS_FUSED, the
     compiler fuses no product with a sum by itself."""
-    m_new = gl.maximum(m_i, _row_max(s) * scale_log2)
+    m_new = gl.maximum(m_i, row_max(s) * scale_log2)
     m_new = _pin(gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i))
-    shift = finite(m_new)
+    shift = finite_or_zero(m_new)
     if IS_FUSED:
         p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     else:
@@ -113,14 +105,3 @@ def scale_rows(acc, factor):
     """acc * factor by rows. No branch: one after the loop would have the assembler schedule the
     loop worse."""
     return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
-
-
-@gluon.jit
-def with_sink(m_i, total, sink):
-    """Reference and sum of weights of a row with one more logit, and the factor of its sum of
-    values. In base e: in base two some finite sinks would be infinite.
-    """
-    m_new = gl.maximum(m_i, sink)
-    shift = finite(m_new)
-    shrink = gl.exp2((m_i - shift) * LOG2E)
-    return m_new, total * shrink + gl.exp2((sink - shift) * LOG2E), shrink

@@ -5,10 +5,10 @@ from collections import namedtuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.common.names import Names
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.common.records import record
 
 # its name until Triton 3.6, and later
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -26,7 +26,7 @@ WORDS = gl.constexpr(len(Words._fields))
 WORD = Names(Words(*range(len(Words._fields))))
 
 
-@aggregate
+@record
 class WorkInfo:
     """The words of the last STAGES tiles. Tile number n of a program has stage n % STAGES, that of
     its queries: producers wait for `published`, consumers for the queries themselves.
@@ -35,12 +35,6 @@ class WorkInfo:
     words: gl.shared_memory_descriptor
     published: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, words, published, STAGES):
-        self.words = words
-        self.published = published
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def put(self, n, WORD: gl.constexpr, value):

@@ -129,7 +129,7 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries, or of scratch memory
     IS_LISTED: bool = True  # tiles come from a list, the longest first
     IS_DEALT: bool = False  # each program finds its share of the keys (`dealt_work.py`)
-    IS_NUMBERED: bool = False  # programs find tiles by their numbers (`numbered_tiles.py`)
+    IS_NUMBERED: bool = False  # programs find tiles by their numbers (`query_tiles.py`)
     LEAST_SHARE: int = 0  # if IS_DEALT: tiles of keys of a program's share, at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
@@ -137,7 +137,7 @@ class Options(NamedTuple):
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
     MERGED_COLUMNS: int = 0  # head_dim_v, where several programs add up pieces; else 0
-    BY_TOKEN: bool = False  # keys and values have scales by token and head (`token_scales.py`)
+    BY_TOKEN: bool = False  # keys and values have scales by token and head (`scales.py`)
     STRETCH: int = 0  # keys that have sums of their own, see `stretches.py`; 0: all have one
 
 

@@ -33,16 +33,14 @@ from torch_paged_attn.backends.triton.hopper.common.softmax import (
 )
 from torch_paged_attn.backends.triton.hopper.common.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
-from torch_paged_attn.backends.triton.hopper.forward.descale import (
+from torch_paged_attn.backends.triton.hopper.forward.scales import (
+    OF_KEYS,
+    OF_VALUES,
     columns_at_once,
     descales_of,
     factor_of_scores,
-    take_queries,
-)
-from torch_paged_attn.backends.triton.hopper.forward.token_scales import (
-    OF_KEYS,
-    OF_VALUES,
     scale_columns,
+    take_queries,
 )
 from torch_paged_attn.backends.triton.hopper.schedule.block_runs import load_entries, row_mask_of
 from torch_paged_attn.backends.triton.hopper.schedule.pieces import merge_pieces, pieces_in
@@ -365,20 +363,17 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             stop_token = leave_result(
                 sums, place, at, rows, params, pipelines, tile, OPTIONS, INDEX
             )
-        elif OPTIONS.FLOAT32_COLUMNS > 0:
-            share = store_lse(m_i, total, at, rows, params, OPTIONS)
-            acc = warpgroup_mma_wait(0, deps=[pending])
-            values.consumer_release(n)
-            if STRETCH > 0:
-                acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
-            store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
                 acc = with_left(acc, apart, state, params, OPTIONS, INDEX)
-            place.store(scale_rows(acc, share).to(place.dtype))
+            acc = scale_rows(acc, share)
+            if OPTIONS.FLOAT32_COLUMNS > 0:
+                store_float32(acc, rows, stop_token, params, OPTIONS)
+            else:
+                place.store(acc.to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:
             store_result(out, rows, stop_token, params, OPTIONS)

@@ -22,7 +22,7 @@ from torch_paged_attn.backends.triton.hopper.common.results import seen_as
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD
 from torch_paged_attn.backends.triton.hopper.forward.producer import key_range_of
-from torch_paged_attn.backends.triton.hopper.forward.token_scales import keep_scales, load_scales
+from torch_paged_attn.backends.triton.hopper.forward.scales import keep_scales, load_scales
 
 # registers of a converter's thread, and the rows that it converts at a time
 CONVERTER_REGISTERS = gl.constexpr(56)

@@ -33,8 +33,8 @@ from torch_paged_attn.backends.triton.hopper.forward.producer import (
     produce_kv,
     produce_tiles,
 )
+from torch_paged_attn.backends.triton.hopper.forward.scales import new_scales, produce_scales
 from torch_paged_attn.backends.triton.hopper.forward.split_keys import consume_split, new_halves
-from torch_paged_attn.backends.triton.hopper.forward.token_scales import new_scales, produce_scales
 from torch_paged_attn.backends.triton.hopper.schedule.stretches import new_left
 
 # consumers come first, then this many producers

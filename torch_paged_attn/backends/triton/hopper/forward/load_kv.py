@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 from triton.language.core import tuple as tuple_of_values
 
 from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipeline
+from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.tma import (
     as_matrix,
     async_load_pointers,
@@ -51,7 +51,7 @@ def _elements_of_piece(dtype):
     return 128 // dtype.primitive_bitwidth
 
 
-@aggregate
+@record
 class KvLoader:
     """Loads part number PART of each tile of keys, or of values, into a pipeline."""
 
@@ -65,17 +65,6 @@ class KvLoader:
     num_pages: gl.tensor
     OPTIONS: gl.constexpr
     PART: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, slots, pipeline, page_rows, page_size, num_pages, OPTIONS, PART):
-        self.desc = desc
-        self.slots = slots
-        self.pipeline = pipeline
-        self.page_rows = page_rows
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.OPTIONS = gl.constexpr(OPTIONS)
-        self.PART = gl.constexpr(PART)
 
     @gluon.jit
     def load_tiles(self, n, stop, num_tiles, keys):

@@ -8,8 +8,7 @@ returns launches the kernels for tensors of such calls, of which it needs addres
 that differ in sizes alone, and take the same tiles, share a `LaunchKind`.
 """
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch_paged_attn.backends.triton.hopper.schedule.block_lists import (
 )
 from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import Lengths, plan_tile_list
 from torch_paged_attn.backends.triton.hopper.support import key_bound
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import HopperConfig
@@ -70,9 +70,9 @@ class LaunchKind:
     ) -> None:
         self.options = options = tiles.options_of(call, config, packed_heads, form)
         self.boxes = tiles.boxes_of(call, out, options)
-        names = [*call.given_tensors(), *MADE, None]
-        self.pick_lengths = _picker(names, Lengths._fields)
-        self.pick_layout = _picker(names, LAYOUT)
+        names = [*call.given_tensors(), *MADE]
+        self.pick_lengths = picker(names, Lengths._fields)
+        self.pick_layout = picker(names, LAYOUT)
         # not the lengths of tiles that are listed, nor what goes by tensor maps
         is_stored = options.FLOAT32_COLUMNS > 0 or options.MERGED_COLUMNS > 0
         left_out = {
@@ -80,7 +80,7 @@ class LaunchKind:
             *(() if options.GATHERS else ("k", "v")),
             *(() if is_stored else ("out",)),
         }
-        self.pick = _picker(names, [x if x not in left_out else None for x in Pointers._fields])
+        self.pick = picker(names, [x if x not in left_out else None for x in Pointers._fields])
         self._scalars = tiles.scalars_of(call)
         # which products the compiler fuses with sums differs from row to row
         self._is_fused = not call.is_batch_invariant
@@ -107,13 +107,6 @@ class LaunchKind:
             enable_fp_fusion=self._is_fused,
         )
         return self._first
-
-
-def _picker(names: list[str | None], fields: Iterable[str | None]) -> Callable[..., tuple]:
-    """Picks what is called like the fields from a tuple with these names; for what is not there,
-    the None behind the others."""
-    places = {name: i for i, name in enumerate(names)}
-    return operator.itemgetter(*(places.get(x, places[None]) for x in fields))
 
 
 def _no_launches_yet(call: AttentionCall) -> dict[Any, LaunchKind]:

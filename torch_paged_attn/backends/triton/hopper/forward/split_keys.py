@@ -11,17 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
+from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.results import (
     of_heads,
     place_of_result,
     store_result,
 )
-from torch_paged_attn.backends.triton.hopper.common.softmax import (
-    finite,
-    scale_rows,
-)
+from torch_paged_attn.backends.triton.hopper.common.softmax import scale_rows
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.forward.consumer import (
     leave_result,
@@ -33,7 +31,7 @@ from torch_paged_attn.backends.triton.hopper.forward.consumer import (
 SHARING = gl.constexpr(2)
 
 
-@aggregate
+@record
 class Halves:
     """What the second consumer leaves of a tile: weighted sums of values, float32, and by row
     references in base two and sums of weights."""
@@ -43,14 +41,6 @@ class Halves:
     totals: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, sums, references, totals, full, empty):
-        self.sums = sums
-        self.references = references
-        self.totals = totals
-        self.full = full
-        self.empty = empty
 
     @gluon.jit
     def acquire(self, tile):
@@ -75,7 +65,7 @@ class Halves:
         thread_barrier()
         mbarrier.arrive(self.empty.index(0), count=1)
         m_all = gl.maximum(m_i, m_left)
-        shift = finite(m_all)
+        shift = finite_or_zero(m_all)
         own, other = gl.exp2(m_i - shift), gl.exp2(m_left - shift)
         # where nothing was left, the memory may hold anything
         is_left = gl.expand_dims(

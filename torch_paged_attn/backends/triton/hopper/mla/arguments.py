@@ -1,11 +1,9 @@
-"""The groups of arguments of the kernel for latent attention (MLA), as the host fills them."""
+"""The groups of arguments of the kernel for latent attention, as in `forward/arguments.py`."""
 
 from typing import Any, NamedTuple
 
 
 class MlaPointers(NamedTuple):
-    """Memory reached by address; None where a call has no such tensor."""
-
     lse: Any  # (num_heads, total_q) float32
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -21,8 +19,6 @@ class MlaPointers(NamedTuple):
 
 
 class MlaSizes(NamedTuple):
-    """Numbers that differ from call to call of one model."""
-
     num_pages: int
     batch: int
     total_q: int
@@ -31,8 +27,6 @@ class MlaSizes(NamedTuple):
 
 
 class MlaScalars(NamedTuple):
-    """Numbers that follow from the description of a call."""
-
     num_heads: int
     page_rows: int  # slots from one page to the next
     scale_log2: float  # from scores to exponents of two
@@ -45,8 +39,6 @@ class MlaScalars(NamedTuple):
 
 
 class MlaOptions(NamedTuple):
-    """What the kernel is compiled for."""
-
     TOKENS: int  # of a tile
     PACKED_HEADS: int  # rows of a token
     HEAD_TILES: int  # tiles of a token's heads
@@ -72,8 +64,6 @@ class MlaOptions(NamedTuple):
 
 
 class MlaParams(NamedTuple):
-    """All that the host passes, as the warps of a program share it."""
-
     # boxes of 256 columns, and of the 64 columns past the values; None for keys of 8 bits
     q_desc: Any
     q_rope_desc: Any

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.softmax import finite_or_zero, with_sink
+from torch_paged_attn.backends.triton.common.softmax import LN2, finite_or_zero, with_sink
 from torch_paged_attn.backends.triton.hopper.mla.arguments import MlaSizes
 from torch_paged_attn.backends.triton.hopper.mla.shares import lengths_of
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
@@ -23,8 +23,6 @@ LOOKED_AT = tl.constexpr(128)
 
 # columns of a row of values
 WIDTH = tl.constexpr(512)
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 class TokenParts(NamedTuple):

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.common.softmax import LN2
 from torch_paged_attn.backends.triton.hopper.common.scores import mask_window
 from torch_paged_attn.backends.triton.hopper.common.softmax import (
-    LN2,
     partial_sum,
     rescale,
     scale_rows,

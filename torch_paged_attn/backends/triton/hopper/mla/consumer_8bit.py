@@ -7,7 +7,7 @@ from shared memory to the tensor cores, and no 16-bit keys are stored.
 Either one consumer computes all 512 columns of the result of up to 32 rows of queries, or two
 consumers compute half of the columns each (`mla_bytes.FORMS`). Two take turns with blocks of keys:
 each computes the scores of every other block, and puts the probabilities where both read them.
-Queries become float16 first (`queries_8bit.py`).
+Queries become float16 first (`stages_8bit.py`).
 """
 
 from typing import Any, NamedTuple
@@ -22,16 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.common.dequant import decode_pairs
-from torch_paged_attn.backends.triton.hopper.common.softmax import LN2, finite
+from torch_paged_attn.backends.triton.common.softmax import LN2, finite_or_zero
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.forward.producer import wait_for_kernel_before
 from torch_paged_attn.backends.triton.hopper.mla.pipeline import opaque_zero
-from torch_paged_attn.backends.triton.hopper.mla.queries_8bit import take_queries
 from torch_paged_attn.backends.triton.hopper.mla.stages_8bit import (
     KEYS,
     LATENT,
     SLICE,
     meet_consumers,
+    take_queries,
 )
 
 # a row's reference, when it is set, is its maximum less BELOW; later it is at most RAISED more
@@ -138,7 +138,7 @@ def _share_probabilities(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.co
     other consumer. Returns the partial sums with them."""
     SLICES: gl.constexpr = KEYS // SLICE
     ROWS: gl.constexpr = OPTIONS.ROWS
-    p = gl.exp2(x - gl.expand_dims(finite(m_i), 0))
+    p = gl.exp2(x - gl.expand_dims(finite_or_zero(m_i), 0))
     l_i += _partial_sum(p)
     p = gl.permute(gl.reshape(p.to(gl.float16), [SLICES, SLICE, ROWS]), (0, 2, 1))
     own = pipelines.shared.p.slice(W * SLICES * ROWS, SLICES * ROWS)
@@ -296,7 +296,7 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             x, m_new = _references(n, s, start, m_i, seen, pipelines, OPTIONS, W)
             # references change rarely, as with `softmax.RESCALE_THRESHOLD`
             if gl.max((m_new > m_i).to(gl.int32), 0) > 0:
-                shrink = gl.exp2(m_i - finite(m_new))
+                shrink = gl.exp2(m_i - finite_or_zero(m_new))
                 l_i = _scale_sums(l_i, shrink)
                 even_acc = _scale_columns(even_acc, shrink)
                 odd_acc = _scale_columns(odd_acc, shrink)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.common.records import record
 from torch_paged_attn.backends.triton.hopper.common.work_info import thread_barrier
 
 # rows of a tile of queries; keys of a block; columns of a quarter; columns that are no values
@@ -35,7 +35,7 @@ def opaque_zero(n):
     return gl.minimum(n, 0)
 
 
-@aggregate
+@record
 class LatentKeys:
     """The quarters of a pair of blocks, in one stage. `n` is the number of a pair."""
 
@@ -44,14 +44,6 @@ class LatentKeys:
     full: gl.shared_memory_descriptor  # a barrier for each column box of each quarter
     empty: gl.shared_memory_descriptor  # a barrier for each quarter
     COLUMN_BOXES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, halves, ropes, full, empty, COLUMN_BOXES):
-        self.halves = halves
-        self.ropes = ropes
-        self.full = full
-        self.empty = empty
-        self.COLUMN_BOXES = gl.constexpr(COLUMN_BOXES)
 
     @gluon.jit
     def half(self, n, QUARTER: gl.constexpr):
@@ -84,7 +76,7 @@ class LatentKeys:
         mbarrier.arrive(self.empty.index(QUARTER), count=1)
 
 
-@aggregate
+@record
 class LatentQueries:
     """A tile of queries. Later its result takes the place of `halves`."""
 
@@ -92,13 +84,6 @@ class LatentQueries:
     rope: gl.shared_memory_descriptor  # (1, 1, 1, TOKENS, PACKED_HEADS, ROPE)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, halves, rope, full, empty):
-        self.halves = halves
-        self.rope = rope
-        self.full = full
-        self.empty = empty
 
     @gluon.jit
     def half(self, n, SIDE: gl.constexpr):
@@ -121,7 +106,7 @@ class LatentQueries:
         mbarrier.arrive(self.empty.index(0), count=1)
 
 
-@aggregate
+@record
 class Exchange:
     """Numbers of rows that consumers give each other, by KIND: references (0), factors of the sums
     of earlier blocks (1), and at a tile's end sums of weights (2)."""
@@ -130,19 +115,13 @@ class Exchange:
     sent: gl.shared_memory_descriptor  # a barrier for each consumer: its block's are there
     ended: gl.shared_memory_descriptor  # the same: its sums of the tile are there
 
-    @gluon.constexpr_function
-    def __init__(self, rows, sent, ended):
-        self.rows = rows
-        self.sent = sent
-        self.ended = ended
-
     @gluon.jit
     def of(self, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
         """Where a consumer leaves its numbers of a kind."""
         return self.rows.index(3 * WARPGROUP + KIND)
 
 
-@aggregate
+@record
 class SeenKeys:
     """Which keys of the blocks of a pair are seen, where lists name them. The room of block W is
     written anew when quarter 2 W is."""
@@ -150,12 +129,6 @@ class SeenKeys:
     limits: gl.shared_memory_descriptor  # of scores, (2, KEYS) float32: -inf for keys not seen
     whole: gl.shared_memory_descriptor  # (2, 4): whether all keys are seen that a warp copies
     full: gl.shared_memory_descriptor  # a barrier for each block
-
-    @gluon.constexpr_function
-    def __init__(self, limits, whole, full):
-        self.limits = limits
-        self.whole = whole
-        self.full = full
 
     @gluon.jit
     def put(self, is_seen, BLOCK: gl.constexpr):

@@ -2,7 +2,6 @@
 of the 576 columns of its keys, and few queries a sequence.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +11,8 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper import support
-from torch_paged_attn.backends.triton.hopper.mla import work
-from torch_paged_attn.backends.triton.hopper.mla.arguments import (
-    MlaOptions,
-    MlaPointers,
-    MlaScalars,
-)
+from torch_paged_attn.backends.triton.hopper.mla import arguments, work
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.lacking import lacking
@@ -108,9 +103,8 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     return run
 
 
-def scalars_of(call: AttentionCall) -> MlaScalars:
-    """Numbers that follow from the description of a call."""
-    scalars = MlaScalars(
+def scalars_of(call: AttentionCall) -> arguments.MlaScalars:
+    scalars = arguments.MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
@@ -137,7 +131,7 @@ class Map(NamedTuple):
     boxes: Any
 
 
-def _maps_of(call: AttentionCall, out: Tensor, options: MlaOptions) -> list[Map | None]:
+def _maps_of(call: AttentionCall, out: Tensor, options: arguments.MlaOptions) -> list[Map | None]:
     """The kernel's tensor maps for a result like `out`; None for one that it does not take."""
     from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
 
@@ -163,24 +157,22 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     maps = _maps_of(call, out, options)
     combine = work.combine_launch(call, options, programs)
-    # behind the given tensors, `start` puts None for one that is not given, and the result
-    names = list(call.given_tensors())
-    places = {name: i for i, name in enumerate(names)} | {"out": len(names) + 1}
     by_address = work.BESIDE_8_BITS if support.converts(call) else ("",) * len(work.BESIDE_8_BITS)
     taken = (*work.READ_BY_ADDRESS, *by_address)
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in taken))
+    # the result is behind the given tensors
+    pick = picker([*call.given_tensors(), "out"], taken)
     count = len(work.READ_BY_ADDRESS)
 
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts, to = new_parts(), out.data_ptr()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q, k = (x.data_ptr() for x in tensors[:2])
-            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, None, out))
-            pointers = MlaPointers._make((lse, *given[:count], parts, *given[count:]))
+            at, given = {"q": q, "k": k, "out": to}, pick((*tensors, out, None))
+            pointers = arguments.MlaPointers._make((lse, *given[:count], parts, *given[count:]))
             launch(*(x and x.boxes.at(at[x.name]) for x in maps), pointers)
             combine(out, pointers)
             return
-        boxes_at, given = launch.map_arguments, pick((*addresses, None, to))
+        boxes_at, given = launch.map_arguments, pick((*addresses, to, None))
         at = {"q": addresses[0], "k": addresses[1], "out": to}
         memory = lse.data_ptr(), *given[:count], parts.data_ptr(), *given[count:]
         described: list[Any] = []

@@ -66,7 +66,6 @@ def form_of(call: AttentionCall) -> Form:
 
 
 def options_of(call: AttentionCall) -> MlaOptions:
-    """What the kernels are compiled for."""
     form, page_size = form_of(call), call.page_size
     packed = min(next_power_of_2(call.num_heads), form.rows)
     return MlaOptions(
@@ -94,7 +93,6 @@ def keys_of(call: AttentionCall) -> Tensor:
 
 
 def sizes_of(call: AttentionCall) -> MlaSizes:
-    """Numbers that differ from call to call."""
     return MlaSizes(
         num_pages=call.k.shape[0],
         batch=call.batch,

@@ -59,8 +59,6 @@ class ListSizes(NamedTuple):
 
 
 class ListOptions(NamedTuple):
-    """What the kernel is compiled for."""
-
     ROWS: int  # of a layout, in a list
     Q_BLOCK_SIZE: int
     KEYS_PER_ENTRY: int

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
 from torch_paged_attn.backends.triton.hopper.common.results import of_heads, store_lse
-from torch_paged_attn.backends.triton.hopper.common.softmax import finite
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD, thread_barrier
 from torch_paged_attn.backends.triton.hopper.schedule.stretches import (
     factors,
@@ -188,7 +188,7 @@ def merge_pieces(
                     total = fold(total, total_part, old, weight)
                 else:
                     m_new = gl.maximum(m_all, m_part)
-                    shift = finite(m_new)
+                    shift = finite_or_zero(m_new)
                     total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
                     m_all = m_new
         share = store_lse(m_all, total, at, rows, params, OPTIONS)
@@ -232,7 +232,7 @@ def _add_parts(
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     token = rows.first_token + row // OPTIONS.PACKED_HEADS
     exists = of_heads(token < rows.stop_token, row, OPTIONS)
-    shift = finite(gl.convert_layout(m_all, by_row))
+    shift = finite_or_zero(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     m_so_far = gl.full([ROWS], -float("inf"), gl.float32, by_row)

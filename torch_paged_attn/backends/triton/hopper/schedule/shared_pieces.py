@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.common.arrivals import arrive
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
 from torch_paged_attn.backends.triton.hopper.common.results import of_heads, store_lse
-from torch_paged_attn.backends.triton.hopper.common.softmax import finite
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD
 from torch_paged_attn.backends.triton.hopper.schedule.pieces import (
     leave_part,
@@ -129,7 +129,7 @@ def _fold_parts(m_all, total, acc, found, AT_ONCE: gl.constexpr):
     m_new = m_all
     for j in gl.static_range(AT_ONCE):
         m_new = gl.maximum(m_new, found[3 * j])
-    shift = finite(m_new)
+    shift = finite_or_zero(m_new)
     old = gl.exp2(m_all - shift)
     total *= old
     acc *= gl.expand_dims(old, 1)

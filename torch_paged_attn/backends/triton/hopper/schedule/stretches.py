@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from torch_paged_attn.backends.triton.hopper.common.records import record
 
 # by how much, in base two, a stretch's reference may exceed that of the sum of those before
 MOST_APART = gl.constexpr(16.0)
@@ -59,18 +60,13 @@ def first_key_with(key, STRETCH: tl.constexpr):
     return ((unit >> doublings) << doublings) * STRETCH
 
 
-@aggregate
+@record
 class Left:
     """Of the stretches that consumers have finished, by row: references in base two, and sums of
     weights."""
 
     references: gl.shared_memory_descriptor
     totals: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, references, totals):
-        self.references = references
-        self.totals = totals
 
     @gluon.jit
     def keep(self, INDEX: gl.constexpr, m, total):

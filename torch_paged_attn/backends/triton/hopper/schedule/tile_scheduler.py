@@ -44,8 +44,6 @@ class Lengths(NamedTuple):
 
 
 class TileOptions(NamedTuple):
-    """What the kernel is compiled for."""
-
     IS_PAGED: bool
     IS_CAUSAL: bool
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two

@@ -1,11 +1,9 @@
-"""The groups of arguments of the kernel for lists of latent keys, as the host fills them."""
+"""The groups of arguments of the kernel for lists of latent keys, as in `forward/arguments.py`."""
 
 from typing import Any, NamedTuple
 
 
 class ListPointers(NamedTuple):
-    """Memory reached by address; None where a call has no such tensor."""
-
     out: Any  # (total_q, num_heads, 512), contiguous
     lse: Any  # (num_heads, total_q) float32
     parts: Any  # workspace, as `mla/combine.py` describes it
@@ -24,8 +22,6 @@ class ListPointers(NamedTuple):
 
 
 class ListSizes(NamedTuple):
-    """Numbers that differ from call to call of one model."""
-
     total_q: int
     batch: int
     entries: int  # of a list
@@ -80,8 +76,6 @@ class ListOptions(NamedTuple):
 
 
 class ListParams(NamedTuple):
-    """All that the host passes, as the warps of a program share it."""
-
     q_desc: Any
     q_rope_desc: Any
     pointers: ListPointers

@@ -10,13 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from torch_paged_attn.backends.triton.hopper.common.softmax import (
-    LN2,
-    partial_sum,
-    rescale,
-    scale_rows,
-    with_sink,
-)
+from torch_paged_attn.backends.triton.common.softmax import LN2, with_sink
+from torch_paged_attn.backends.triton.hopper.common.softmax import partial_sum, rescale, scale_rows
 from torch_paged_attn.backends.triton.hopper.common.work_info import WORD
 from torch_paged_attn.backends.triton.hopper.mla.consumer import (
     add_half_of_scores,

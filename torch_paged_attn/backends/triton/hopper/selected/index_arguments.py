@@ -7,8 +7,6 @@ KEYS, CHUNK = 64, 2048
 
 
 class IndexPointers(NamedTuple):
-    """Memory reached by address; None where a call has no such tensor."""
-
     weights: Any  # (total_q, num_heads) float32, contiguous
     scores: Any  # (rows, G, num_keys) float32
     cu_seqlens_q: Any
@@ -20,8 +18,6 @@ class IndexPointers(NamedTuple):
 
 
 class IndexSizes(NamedTuple):
-    """Numbers that change from call to call."""
-
     first_row: int
     stop_row: int
     num_keys: int  # of a row of scores
@@ -33,8 +29,6 @@ class IndexSizes(NamedTuple):
 
 
 class IndexOptions(NamedTuple):
-    """What the kernel is compiled for."""
-
     WIDTH: int
     GROUP_SIZE: int  # index heads of a key head
     GROUPS: int
@@ -51,8 +45,6 @@ class IndexOptions(NamedTuple):
 
 
 class IndexParams(NamedTuple):
-    """All that the host passes, as the warps of a program share it."""
-
     q_desc: Any
     k_desc: Any
     pointers: IndexPointers

@@ -50,7 +50,6 @@ def unprofitable(call: AttentionCall) -> str | None:
 
 
 def options_of(call: AttentionCall, is_relu: bool) -> index_arguments.IndexOptions:
-    """What the kernel is compiled for."""
     return index_arguments.IndexOptions(
         WIDTH=call.head_dim,
         GROUP_SIZE=call.group_size,

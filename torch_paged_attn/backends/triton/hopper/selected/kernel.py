@@ -2,8 +2,8 @@
 name (`producer.py`), and consumers of four forms multiply them.
 
 Of many heads, two consumers, as in `mla/kernel.py` (`consumer.py`). Of few heads one, whose rows
-are keys (`few_heads.py`); and beside latents of 8 bits one with warps that convert them
-(`few_heads_8bit.py`), or one that converts them itself (`pairs_8bit.py`).
+are keys (`few_heads.py`); beside latents of 8 bits with warps that convert them, or one that
+converts them itself (`pairs_8bit.py`).
 """
 
 from triton.experimental import gluon
@@ -27,8 +27,11 @@ from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
 )
 from torch_paged_attn.backends.triton.hopper.selected.arguments import ListParams, ListSizes
 from torch_paged_attn.backends.triton.hopper.selected.consumer import consume_lists
-from torch_paged_attn.backends.triton.hopper.selected.few_heads import consume_few, fold_block
-from torch_paged_attn.backends.triton.hopper.selected.few_heads_8bit import fold_converted
+from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
+    consume_few,
+    fold_block,
+    fold_converted,
+)
 from torch_paged_attn.backends.triton.hopper.selected.pairs_8bit import consume_pairs
 from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (

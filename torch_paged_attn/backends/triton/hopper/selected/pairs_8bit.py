@@ -26,9 +26,9 @@ from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
     finish_few,
     fold_few,
     products_layout,
+    scale_of,
     thread_sums,
 )
-from torch_paged_attn.backends.triton.hopper.selected.few_heads_8bit import scale_of
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
     BLOCKS,
     GROUPS,

@@ -2,7 +2,6 @@
 values are 512 wide and are the first columns of the keys.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch_paged_attn.backends.triton.hopper.selected.arguments import (
     ListScalars,
     ListSizes,
 )
+from torch_paged_attn.backends.triton.runtime.contiguous import picker
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
@@ -126,7 +126,6 @@ def _are_one_row(call: AttentionCall) -> bool:
 
 
 def options_of(call: AttentionCall) -> ListOptions:
-    """What the kernels are compiled for."""
     has_latent = call.q_latent is not None
     has_scales = is_by_column(call.v_descale, call.v)
     heads = next((n for n in (FEWEST_HEADS, FEW_HEADS) if call.num_heads <= n), support.BLOCK_M)
@@ -175,7 +174,6 @@ def shares_of_call(call: AttentionCall, options: ListOptions) -> tuple[int, int,
 
 
 def sizes_of(call: AttentionCall, units: int) -> ListSizes:
-    """Numbers that differ from call to call."""
     selection, table = call.lists, call.block_table
     indices, counts = selection.key_indices, selection.num_selected
     return ListSizes(
@@ -193,7 +191,6 @@ def sizes_of(call: AttentionCall, units: int) -> ListSizes:
 
 
 def scalars_of(call: AttentionCall) -> ListScalars:
-    """Numbers that follow from the description of a call."""
     selection = call.lists
     return ListScalars(
         call.num_heads,
@@ -224,10 +221,8 @@ def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
     kernel, sizes = _hopper_selected_fwd_kernel, sizes_of(call, units)
     launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
     combine = _combine_launch(call, options, groups, units) if units > 1 else None
-    # a tensor that is not given is the None behind the given ones
-    places = {name: i for i, name in enumerate(given)}
     named = "q_latent", "k", "v", *ListPointers._fields[5:-1], "v_descale"
-    pick = operator.itemgetter(*(places.get(name, len(given)) for name in named))
+    pick = picker(given, named)
     column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE
     column_bytes = column * call.k.itemsize
 

@@ -7,8 +7,6 @@ BLOCK_M, MOST_ENTRIES = 64, 128
 
 
 class UnitPointers(NamedTuple):
-    """Memory reached by address; None where a call has no such tensor."""
-
     entries: Any  # these five: of `unit_items.UnitLists`
     rows: Any
     items: Any
@@ -46,24 +44,18 @@ class UnitQueryPointers(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """Numbers that change from call to call."""
-
     entries: int  # of a token: of all of its lists
     num_pages: int
     stride_table: int
 
 
 class UnitScalars(NamedTuple):
-    """Numbers that follow from the description of a call."""
-
     scale_log2: float
     k_page_rows: int  # slots from one page to the next
     v_page_rows: int
 
 
 class UnitOptions(NamedTuple):
-    """What the kernels are compiled for."""
-
     BLOCK_N: int  # keys of a unit
     WIDTH: int
     WIDTH_V: int
@@ -81,8 +73,6 @@ class UnitOptions(NamedTuple):
 
 
 class UnitParams(NamedTuple):
-    """All that the host passes, as the warps of a program share it."""
-
     q_desc: Any
     k_desc: Any
     v_desc: Any

@@ -5,9 +5,9 @@ Read token by token, the units of 8,192 tokens would be some 34 GB, which no cac
 and lists of neighbouring tokens may have nothing in common. So a program takes a unit of keys and
 the tokens that name it (`unit_lists.py`): its keys and values stay in shared memory while the
 tokens' queries pass by, 64 rows at a time; queries of few heads are copied into that order before
-(`queries.py`). Each consumer has rows of its own, and its softmax
+(`rows.py`). Each consumer has rows of its own, and its softmax
 overlaps with the other's products. What a unit adds to a token's result is left as a part,
-in float16 with a power of two as the scale of a row; `combine.py` adds the parts up in the
+in float16 with a power of two as the scale of a row; `rows.py` adds the parts up in the
 order of the list. So no bit depends on the order in which tokens come.
 """
 
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.common.softmax import finite_or_zero
 from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS
 from torch_paged_attn.backends.triton.hopper.common.partitions import (
     registers_of,
@@ -29,7 +30,7 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
     warps_of,
 )
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_pipeline
-from torch_paged_attn.backends.triton.hopper.common.softmax import finite
+from torch_paged_attn.backends.triton.hopper.common.softmax import row_max
 from torch_paged_attn.backends.triton.hopper.common.tma import (
     boxes,
     load_fill,
@@ -170,13 +171,6 @@ def _produce(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _row_max(s):
-    """Maxima of rows, in two steps: chains of maxima that do not wait for each other."""
-    partial = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
-    return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, s.type.layout), True)
-
-
-@gluon.jit
 def _row_sum(p):
     partial = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.sum(partial, 1), gl.SliceLayout(1, p.type.layout), True)
@@ -253,8 +247,8 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 token = entry // params.sizes.entries
                 last = gl.load(pointers.last_keys + token, mask=exists, other=0) - unit * BLOCK_N
                 s = gl.where(column <= gl.expand_dims(last, 1), s, -float("inf"))
-            m = _row_max(s) * scale_log2
-            shift = finite(m)
+            m = row_max(s) * scale_log2
+            shift = finite_or_zero(m)
             p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
             total = _row_sum(p)
             p = gl.convert_layout(p.to(dtype), operand)
@@ -263,7 +257,7 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             at = entry.to(gl.int64) * GROUP_SIZE + r % GROUP_SIZE
             gl.store(pointers.part_lse + at, m + gl.log2(total), mask=exists)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            largest = gl.convert_layout(_row_max(gl.abs(acc)), score_rows, True)
+            largest = gl.convert_layout(row_max(gl.abs(acc)), score_rows, True)
             exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
             exponent = HIGHEST - 1 - gl.maximum(exponent, -100)
             up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)

@@ -15,17 +15,8 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import UnitLists, units_of
 from torch_paged_attn.backends.triton.hopper import support
-from torch_paged_attn.backends.triton.hopper.units.arguments import (
-    BLOCK_M,
-    MOST_ENTRIES,
-    UnitCombinePointers,
-    UnitOptions,
-    UnitPointers,
-    UnitQueryPointers,
-    UnitScalars,
-    UnitSizes,
-)
-from torch_paged_attn.backends.triton.hopper.units.combine import _combine_units_kernel
+from torch_paged_attn.backends.triton.hopper.units import arguments
+from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.selection import Selection
@@ -92,7 +83,7 @@ def unprofitable(call: AttentionCall) -> str | None:
     named = call.total_q * selection.key_indices.shape[2]
     if named < least_tokens(call.group_size) * sequences * units_of(call):
         return "a unit is named by few tokens"
-    tiles = named * call.num_heads // BLOCK_M
+    tiles = named * call.num_heads // arguments.BLOCK_M
     if tiles < LEAST_TILES * target_of(call.q.device).multiprocessors:
         return "the tokens do not fill the chip"
     return None
@@ -105,25 +96,24 @@ def least_tokens(group_size: int) -> int:
 
 def most_entries(group_size: int) -> int:
     """Entries of an item of work, at most: as many rows as of a group of `LEAST_ROWS` heads."""
-    return MOST_ENTRIES * max(LEAST_ROWS // group_size, 1)
+    return arguments.MOST_ENTRIES * max(LEAST_ROWS // group_size, 1)
 
 
-def options_of(call: AttentionCall) -> UnitOptions:
-    """What the kernel is compiled for."""
+def options_of(call: AttentionCall) -> arguments.UnitOptions:
     selection = call.lists
     size = selection.select_size
     is_copied = call.group_size < LEAST_ROWS
-    return UnitOptions(
+    return arguments.UnitOptions(
         BLOCK_N=size,
         WIDTH=call.head_dim,
         WIDTH_V=call.head_dim_v,
         GROUP_SIZE=call.group_size,
-        TOKENS=BLOCK_M // call.group_size,
+        TOKENS=arguments.BLOCK_M // call.group_size,
         PAGE_SIZE=call.page_size if call.is_paged else 0,
         IS_SLOTS=call.is_slots,
         BOX_ROWS=min(size, call.page_size) if call.is_paged else size,
         CONSUMERS=CONSUMERS,
-        PRODUCERS=1 if is_copied else min(MOST_PRODUCERS, BLOCK_M // call.group_size),
+        PRODUCERS=1 if is_copied else min(MOST_PRODUCERS, arguments.BLOCK_M // call.group_size),
         Q_STAGES=Q_STAGES,
         KV_STAGES=KV_STAGES,
         REGISTERS=REGISTERS,
@@ -166,7 +156,7 @@ def attend(
 
 
 def _attend_rows(
-    call: AttentionCall, lists: UnitLists, options: UnitOptions, out: Tensor, lse: Tensor
+    call: AttentionCall, lists: UnitLists, options: arguments.UnitOptions, out: Tensor, lse: Tensor
 ) -> None:
     """The results of the rows that have lists."""
     from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
@@ -183,14 +173,14 @@ def _attend_rows(
     part_lse, part_scale = new(*of_part), new(*of_part)
     if options.IS_COPIED:
         queries = _copied_queries(call, lists).flatten(0, 1)
-        q_boxes = ragged_rows(queries[:, None], BLOCK_M, 1, options.WIDTH)
+        q_boxes = ragged_rows(queries[:, None], arguments.BLOCK_M, 1, options.WIDTH)
     else:
         queries = call.q
         q_boxes = ragged_rows(queries, 1, options.GROUP_SIZE, options.WIDTH)
     k, v = (x if not call.is_paged else x[0].transpose(0, 1) for x in (call.k, call.v))
     page_rows = [x.stride(0) // x.stride(2) if call.is_paged else 0 for x in (call.k, call.v)]
     bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
-    pointers = UnitPointers(
+    pointers = arguments.UnitPointers(
         entries=lists.entries,
         rows=lists.rows,
         items=lists.items,
@@ -202,7 +192,7 @@ def _attend_rows(
         k_first=None if call.is_paged else bounds if call.k_start is None else call.k_start,
         block_table=table,
     )
-    sizes = UnitSizes(
+    sizes = arguments.UnitSizes(
         entries=groups * entries,
         num_pages=call.k.shape[0],
         stride_table=0 if table is None else table.stride(0),
@@ -212,7 +202,7 @@ def _attend_rows(
         _hopper_attention_units_kernel,
         (target.multiprocessors,),
         **sizes._asdict(),
-        scalars=UnitScalars(call.scale * LOG2E.value, *page_rows),
+        scalars=arguments.UnitScalars(call.scale * LOG2E.value, *page_rows),
         OPTIONS=options,
         num_warps=4,
     )(
@@ -235,7 +225,7 @@ def _attend_rows(
         # of 128 columns of a head, a thread has four
         num_warps=min(call.group_size, 4),
     )(
-        UnitCombinePointers(
+        arguments.UnitCombinePointers(
             parts=parts,
             part_lse=part_lse,
             part_scale=part_scale,
@@ -250,21 +240,25 @@ def _attend_rows(
 
 def _copied_queries(call: AttentionCall, lists: UnitLists) -> Tensor:
     """`(entries, group_size, head_dim)`: query rows of entries in the order of `lists.entries`."""
-    from torch_paged_attn.backends.triton.hopper.units.queries import _copy_unit_queries_kernel
+    from torch_paged_attn.backends.triton.hopper.units.rows import _copy_unit_queries_kernel
 
     total = len(lists.rows)
     copied = call.q.new_empty((total, call.group_size, call.head_dim))
     row, head = call.q.stride()[:2]
     Launch(
         _copy_unit_queries_kernel,
-        (cdiv(total, BLOCK_M),),
+        (cdiv(total, arguments.BLOCK_M),),
         row_pieces=row // 8,
         head_pieces=head // 8,
         groups=call.num_kv_heads,
         entries=lists.buckets.shape[2],
         HEADS=call.group_size,
         WIDTH=call.head_dim,
-        ROWS=BLOCK_M,
+        ROWS=arguments.BLOCK_M,
         num_warps=4,
-    )(UnitQueryPointers(call.q, lists.entries, lists.rows, lists.items, lists.num_items, copied))
+    )(
+        arguments.UnitQueryPointers(
+            call.q, lists.entries, lists.rows, lists.items, lists.num_items, copied
+        )
+    )
     return copied

@@ -12,7 +12,6 @@ statistics. Kernels of gradients that are not wanted are not launched.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments
-from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, Traits, traits_of
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, traits_of
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
@@ -83,17 +82,7 @@ def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
     )
 
 
-def _within(config: Config, traits: Traits) -> Config:
-    """`config` with tiles that are no larger than a block of the layout, if there is one."""
-    if not traits.k_block:
-        return config
-    m, n = min(config.BLOCK_M, traits.q_block), min(config.BLOCK_N, traits.k_block)
-    return dataclasses.replace(config, BLOCK_M=m, BLOCK_N=n)
-
-
 class _Kernels:
-    """The launches of one backward call."""
-
     def __init__(self, call: BackwardCall, config: BackwardConfig | None) -> None:
         forward = call.forward
         self.call, self.target = call, target_of(forward.q.device)
@@ -101,20 +90,27 @@ class _Kernels:
         self.traits = traits = traits_of(forward, self.target)
         # q_position and tail_mask need registers, as the options do that are not plain
         is_plain = traits.is_plain and forward.tail_mask is None and forward.q_position is None
-        self.config = config or choose_backward_config(
+        config = config or choose_backward_config(
             self.target.arch, traits.head_dim, traits.itemsize, is_plain, traits.is_full
         )
+        self.config = BackwardConfig(*map(self._within, (config.dkdv, config.dq, config.dbias)))
 
-    def _launch(
-        self, kernel: Any, config: Config, grid: Callable[[Config], tuple[int, ...]], **more: int
-    ) -> Launch:
+    def _within(self, config: Config) -> Config:
+        """`config` with tiles that are no larger than a block of the layout, if there is one."""
+        if not self.traits.k_block:
+            return config
+        m = min(config.BLOCK_M, self.traits.q_block)
+        return dataclasses.replace(
+            config, BLOCK_M=m, BLOCK_N=min(config.BLOCK_N, self.traits.k_block)
+        )
+
+    def _launch(self, kernel: Any, config: Config, grid: tuple[int, ...], **more: int) -> Launch:
         forward, target = self.call.forward, self.target
-        config = _within(config, self.traits)
-        tiles = _tiles(config, grid(config), self.traits.k_block > 0)
+        tiles = _tiles(config, grid, self.traits.k_block > 0)
         keys_stay = kernel is _attention_dkdv_kernel
         return Launch(
             kernel,
-            tiles.grid,
+            grid,
             strides=backward_arguments.strides(self.call),
             **arguments.sizes(forward)._asdict(),
             **more,
@@ -132,34 +128,27 @@ class _Kernels:
 
     def dkdv(self) -> Launch:
         """The launch of the kernel of dK and dV."""
-        forward = self.call.forward
+        forward, config = self.call.forward, self.config.dkdv
         total_k = forward.k.shape[0]
-
-        def grid(config: Config) -> tuple[int, ...]:
-            if backward_arguments.shares_keys(forward):
-                return -(-total_k // config.BLOCK_N), forward.num_kv_heads
-            return num_tiles(total_k, forward.batch, config.BLOCK_N, 1), forward.num_kv_heads
-
-        return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)
+        tiles = num_tiles(total_k, forward.batch, config.BLOCK_N, 1)
+        if backward_arguments.shares_keys(forward):
+            tiles = -(-total_k // config.BLOCK_N)
+        grid = tiles, forward.num_kv_heads
+        return self._launch(_attention_dkdv_kernel, config, grid, total_k=total_k)
 
     def dq(self, *, is_beside: bool) -> Launch:
         """The launch of the kernel of dQ, and of dbias for a bias with all heads. `is_beside`: it
         may run at the same time as the kernel of dK and dV, which was launched just before.
         """
-        heads = self.call.forward.num_heads
-
-        def grid(config: Config) -> tuple[int, ...]:
-            return self._query_tiles(config), heads
-
-        return self._launch(_attention_dq_kernel, self.config.dq, grid, IS_BESIDE=is_beside)
+        config = self.config.dq
+        grid = self._query_tiles(config), self.call.forward.num_heads
+        return self._launch(_attention_dq_kernel, config, grid, IS_BESIDE=is_beside)
 
     def dbias(self, width: int) -> Launch:
         """The launch of the kernel of dbias for a bias with one head and `width` keys."""
-
-        def grid(config: Config) -> tuple[int, ...]:
-            return self._query_tiles(config), -(-width // config.BLOCK_N)
-
-        return self._launch(_attention_dbias_kernel, self.config.dbias, grid)
+        config = self.config.dbias
+        grid = self._query_tiles(config), -(-width // config.BLOCK_N)
+        return self._launch(_attention_dbias_kernel, config, grid)
 
 
 def differentiate(

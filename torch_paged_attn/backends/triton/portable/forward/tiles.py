@@ -82,7 +82,6 @@ class Traits:
 
 
 def traits_of(call: AttentionCall, target: Target) -> Traits:
-    """The traits of a call on a GPU."""
     q, k, layout = call.q, call.k, call.layout
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
     may_pair = may_pair and holds_pairs(call.v) and call.q_latent is None
@@ -138,7 +137,6 @@ class Tiles:
 
     @property
     def part_rows(self) -> int:
-        """Rows of a partial result."""
         return next_power_of_2(self.tokens * self.pack)
 
     @property
@@ -149,7 +147,6 @@ class Tiles:
 
     @property
     def num_programs(self) -> int:
-        """Programs of the grid."""
         return math.prod(self.grid)
 
     def part_elements(self, head_dim_v: int) -> int:

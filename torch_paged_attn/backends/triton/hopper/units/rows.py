@@ -1,10 +1,15 @@
-"""The results of tokens whose units of keys were visited one by one: parts, added up in the order
-of the list."""
+"""The kernels before and after the one that visits units of keys (`kernel.py`).
+
+Before it, query rows of the entries of units are copied one behind the other in the order in which
+units take them, for groups of so few heads that a token's rows are no box of a swizzled tile. After
+it, the parts of tokens are added up in the order of the list.
+"""
 
 import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.common.softmax import LOG2E, finite_or_zero, with_sink
+from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS
 
 
 @triton.jit(do_not_specialize=("first_row", "total_q", "batch", "entries"))
@@ -56,3 +61,27 @@ def _combine_units_kernel(
     out = tl.reshape(tl.permute(out, [0, 1, 3, 2, 4]), [HEADS, WIDTH])
     to = pointers.out + (tl.cast(token, tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
     tl.store(to, out.to(pointers.out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=("row_pieces", "head_pieces", "groups", "entries"))
+def _copy_unit_queries_kernel(
+    pointers, row_pieces, head_pieces, groups, entries,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of ROWS entries, HEADS each. `pointers` is a `UnitQueryPointers`; rows and heads of
+    queries are so many pieces of eight numbers apart."""
+    num_items = tl.load(pointers.num_items)
+    last_ptr = pointers.items + (num_items - 1).to(tl.int64) * ITEM_WORDS
+    first = tl.load(last_ptr + ITEM.FIRST, mask=num_items > 0, other=0)
+    total = first + tl.load(last_ptr + ITEM.COUNT, mask=num_items > 0, other=0)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = i < total
+    row = tl.load(pointers.rows + i, mask=exists, other=0).to(tl.int64)
+    entry = tl.load(pointers.entries + i, mask=exists, other=0)
+    head = entry // entries % groups * HEADS
+    d = tl.arange(0, WIDTH)[None, :]
+    for h in tl.static_range(HEADS):
+        source = row * row_pieces + (head + h).to(tl.int64) * head_pieces
+        x = tl.load(pointers.q + source[:, None] * 8 + d, mask=exists[:, None], other=0.0)
+        target = (i.to(tl.int64) * HEADS + h) * WIDTH
+        tl.store(pointers.copied + target[:, None] + d, x, mask=exists[:, None])
