@@ -8,6 +8,7 @@ tile is in groups of columns, a product is taken for each, and weights are round
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.common.int4 import decode_two
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import load_rows
 from torch_paged_attn.backends.triton.portable.common.named import type_of
 from torch_paged_attn.backends.triton.portable.common.products import add_product, scores
@@ -22,23 +23,25 @@ def load_groups(
     COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
     STOP: tl.constexpr = OPTIONS.HEAD_DIM_V
     found = ()
+    DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     for c in tl.static_range(STOP // COLUMNS):
-        x = load_rows(
-            ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, MASKED, FORMAT, type_of(OPTIONS.DTYPE)
-        )
+        if FORMAT == "INT4":
+            x = load_rows(
+                ptr, offsets, keep, c * COLUMNS // 2, COLUMNS // 2, STOP // 2, MASKED, "RAW", DTYPE
+            )
+            even, odd = decode_two(x, DTYPE)
+            x = tl.interleave(even, odd)
+        else:
+            x = load_rows(ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, MASKED, FORMAT, DTYPE)
         found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
 def zero_groups(OPTIONS: tl.constexpr):
-    """Sums of values of BLOCK_M rows, in groups, and their units: all 0."""
-    acc, units = (), ()
-    for _ in tl.static_range(OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS):
-        x = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.SCALED_COLUMNS], tl.float32)
-        acc = acc + (x,)  # type: ignore[assignment]  # noqa: RUF005
-        units = units + (tl.zeros([OPTIONS.BLOCK_M], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return acc, units
+    """Sums of values of BLOCK_M rows, in groups."""
+    x = tl.full([OPTIONS.BLOCK_M, OPTIONS.SCALED_COLUMNS], 0.0, tl.float32)
+    return (x,) * (OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS)
 
 
 @triton.jit

@@ -49,7 +49,8 @@ def _selected_latents_kernel(
     begin, stop = range_of_split(split, token, sizes, OPTIONS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc, units = zero_groups(OPTIONS)
+    acc = zero_groups(OPTIONS)
+    units = (tl.zeros([BLOCK_M], tl.float32),) * GROUPS
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k_rows = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
