@@ -242,13 +242,14 @@ def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, targ
 
 
 def _aligned(x: Tensor) -> int:
-    """Bytes of which addresses of 8-bit rows are multiples, if Triton would load them one by one:
+    """Bytes of which addresses of rows are multiples, if Triton would load numbers one by one:
     it looks for multiples of 16 alone, and rows that have their scales beside them are none.
     """
-    if x.itemsize > 1 or is_traced():
+    strides = row_strides(x)
+    if is_traced() or math.gcd(16, x.data_ptr() & 15, *strides) == 16:
         return 0
-    found = math.gcd(16, x.data_ptr() & 15, *row_strides(x))
-    return found if 4 <= found < 16 else 0
+    found = math.gcd(16, x.data_ptr() & 15, *(s * x.itemsize for s in strides))
+    return found if found >= 4 else 0
 
 
 def _chunks(dim: int, stored: str, is_paired: bool, smallest: int) -> tuple[int, int, int]:
@@ -325,8 +326,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         K_FORMAT=formats.k,
         V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
-        K_ALIGNED=_aligned(call.k),
-        V_ALIGNED=_aligned(call.v),
+        K_ALIGNED=_aligned(call.k) if call.k.itemsize == 1 or scaled_columns else 0,
+        V_ALIGNED=_aligned(call.v) if call.v.itemsize == 1 else 0,
         IS_V_LIKE_K=row_strides(call.k) == row_strides(call.v),
         IS_PAIRED=formats.is_paired,
         K_BY_TOKEN=is_by_token(call.k_descale, call.batch),

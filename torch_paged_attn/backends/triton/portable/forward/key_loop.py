@@ -98,12 +98,13 @@ def attend_keys(
     HAS_COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS > 0
     # one scale for all numbers of a token's values
     V_BY_TOKEN: tl.constexpr = OPTIONS.V_BY_TOKEN and not HAS_COLUMNS
-    # strides count elements of two bytes if these are paired; those of keys may be those of values,
-    # which may begin elsewhere
-    EACH: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
-    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // EACH
+    # strides count elements, of two bytes if 8-bit ones are paired; those of keys may be those of
+    # values, which may begin elsewhere
+    K_EACH: tl.constexpr = memory.k.dtype.element_ty.primitive_bitwidth // 8
+    V_EACH: tl.constexpr = memory.v.dtype.element_ty.primitive_bitwidth // 8
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // V_EACH
     TAKES_V: tl.constexpr = OPTIONS.IS_V_LIKE_K and OPTIONS.V_ALIGNED > OPTIONS.K_ALIGNED
-    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // EACH
+    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // K_EACH
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
