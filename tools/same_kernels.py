@@ -34,7 +34,7 @@ Found = dict[str, list[list[str]]]
 def without_places(text: str) -> str:
     """Code without the modules, files and lines that it is from."""
     text = re.sub(r"\n\s*\.section\s+\.debug.*", "", text, flags=re.S)
-    text = re.sub(r"^\s*(\.loc|\.file|//|;|\$L__tmp\d+:|\.Ltmp\d+:).*\n", "", text, flags=re.M)
+    text = re.sub(r"^\s*(\.loc|\.file|//|;|\$L__tmp\d+:|\.Ltmp\d+:).*\n?", "", text, flags=re.M)
     text = re.sub(r"[ \t]*(//|;).*$", "", text, flags=re.M)
     text = re.sub(r"\bloc\(.*?\)$|^#loc\d*.*\n", "", text, flags=re.M)
     return re.sub(r"torch_paged_attn\.backends(\.\w+)*\.(?=\w)", "", text)

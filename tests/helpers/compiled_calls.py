@@ -218,6 +218,28 @@ MORE = {
             page_size=64,
             cache_layout="mla",
         ),
+        # latents with scales by column, as rows of 656 bytes
+        *(
+            Problem(
+                f"mla/{name}_columns/{dtype}",
+                seqs,
+                16,
+                1,
+                64,
+                512,
+                dtype=FLOATS[dtype],
+                v_dtype=torch.float8_e4m3fn,
+                page_size=64,
+                cache_layout="rows",
+                latent=True,
+                descale="columns",
+            )
+            for name, seqs, dtype in (
+                ("decode", ((1, 600), (1, 64), (1, 0)), "bf16"),
+                ("prefill", PREFILL, "bf16"),
+                ("prefill", PREFILL, "f16"),
+            )
+        ),
         *(
             Problem(
                 f"d128/decode/kv_{name}",

@@ -49,6 +49,12 @@ IS_FITTED = importlib.metadata.version("triton").startswith("3.6.")
 # compiler leaves over a few values that live from the first to the last line of a kernel.
 LEFT_OVER = {"cuda": 64, "hip": 0}
 
+# latents of whole sequences, 512 numbers with scales by column
+LATENTS_BY_COLUMN = (
+    *("mla/decode_columns/bf16", "mla/prefill_columns/bf16", "mla/prefill_columns/f16"),
+    "deepseek_mla/latent_columns/bf16",
+)
+
 # The same for calls that are known to take more: the tiles of sm90 were timed, and are faster than
 # smaller ones that spill less, with a bias or dropout too, and in a backward.
 KNOWN = {
@@ -63,6 +69,11 @@ KNOWN = {
     ("gfx1100", "selected/columns/f16"): 7424,
     ("gfx1201", "deepseek_v3_2/rows_of_656_bytes/bf16"): 960,
     ("gfx1201", "selected/columns/f16"): 2560,
+    **dict.fromkeys([("gfx1100", name) for name in LATENTS_BY_COLUMN], 1408),
+    **dict.fromkeys([("gfx1201", name) for name in LATENTS_BY_COLUMN], 384),
+    ("gfx1100", "latent/columns/f32"): 64,
+    ("gfx1100", "latent/sparse_columns/f16"): 256,
+    ("gfx1201", "latent/columns/f32"): 64,
     # TODO: gradients of lists in tiles that fit into AMD's registers: no tile of 16 or 32 rows and
     # keys with 4, 8 or 16 warps does
     ("gfx90a", "backward/selected/single_latents/bf16"): 448,
@@ -88,6 +99,8 @@ KNOWN = {
     ("sm90", "d256/prefill_softcap/bf16"): 256,
     ("sm90", "vllm/tokens_int8/bf16"): 320,
     ("sm90", "vllm/tokens_int4/bf16"): 320,
+    # eight bytes more than what is left over
+    ("sm80", "mla/prefill_columns/f16"): 72,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
     ("sm90", "vllm/tokens_e4m3/f16"): 192,

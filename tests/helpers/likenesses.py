@@ -64,6 +64,8 @@ LIKE: Reasons = {
     "dcp/blocksparse/f32": Like("cp/blocksparse/bf16", "a cache that is dealt out"),
     "deepseek_mla/latent/bf16": Like("deepseek_mla/latent_e4m3/bf16", "latents in 16 bits"),
     "latent/grouped/f32": Like("deepseek_mla/latent_e4m3/bf16", "several KV heads"),
+    "latent/columns/f32": Like("deepseek_mla/latent_columns/bf16", "packed, with softcap"),
+    "latent/sparse_columns/f16": Like("deepseek_mla/latent_columns/bf16", "a layout, in float16"),
     "rl/invariant/f16": Like("llama3_8b/mixed/bf16", "whose bits may depend on more"),
     "tp/dropout_base/f32": Like("training/dropout/f32", "another part of the mask"),
 }

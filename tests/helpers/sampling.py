@@ -104,6 +104,7 @@ SAMPLES: dict[str, Sample] = {
                 "ring/window_alibi/bf16",
                 "dcp/window_alibi/f32",
                 "cp/blocksparse/bf16",
+                "deepseek_mla/latent_columns/bf16",
                 "deepseek_mla/latent_e4m3/bf16",
                 "vllm/tokens_int8/bf16",
                 "vllm/tokens_int4/bf16",
@@ -114,7 +115,7 @@ SAMPLES: dict[str, Sample] = {
             "alone": ("sglang/page1/f16",),
             "unseen_memory": ("sglang/page1/f16",),
             "nan_stays": ("sglang/page1/f16",),
-            "hidden_scales": ("vllm/tokens_int8/bf16",),
+            "hidden_scales": ("vllm/tokens_int8/bf16", "deepseek_mla/latent_columns/bf16"),
             # of each tensor that is copied one
             "gaps": (
                 "gpt_oss/sinks_window/bf16",

@@ -26,7 +26,7 @@ class Triton(Backend):
         *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
         *("key_ranks", "key_rank", "key_interleave"),
         *(f"{x} but of selected" for x in (*TOKEN_SCALES, *INT4)),
-        *(f"{x} but of {op}" for x in COLUMN_SCALES for op in ("flash_varlen", "blocksparse")),
+        *COLUMN_SCALES,
     )
     supports_in_backward = (
         *("tail_mask", "k_start", "q_position", "rng_state[2:]"),

@@ -203,6 +203,8 @@ def sizes_of(call: AttentionCall) -> tuple[str | None, ...] | None:
         number = names.get(name)
         if number is None and x.dim() == 2:  # slopes or scales (batch, heads)
             return None
+        if name == "v_descale" and x.dim() == 3 and not call.is_paged:  # of packed keys' columns
+            return None
         found.append(None if number == "total_k" and call.is_paged else number)
     return tuple(found)
 

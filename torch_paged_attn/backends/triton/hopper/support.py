@@ -13,7 +13,14 @@ from torch_paged_attn.backends.triton.hopper.schedule.block_lists import number_
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
-from torch_paged_attn.ops.lacking import INT4, OPTIONAL, TOKEN_SCALES, all_but, lacking
+from torch_paged_attn.ops.lacking import (
+    COLUMN_SCALES,
+    INT4,
+    OPTIONAL,
+    TOKEN_SCALES,
+    all_but,
+    lacking,
+)
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -93,6 +100,9 @@ def unsupported_model(call: AttentionCall) -> str | None:
     q = call.q
     if (reason := unsupported_device(q.device)) is not None:
         return reason
+    # before the types: latents have a dtype of their own
+    if (lacked := lacking(call, COLUMN_SCALES)) is not None:
+        return f"it has no {lacked}"
     if (reason := _unsupported_types(call)) is not None:
         return reason
     dims = call.head_dim, call.head_dim_v

@@ -80,6 +80,7 @@ def entries(
     keys: int,
     is_plain: bool,
     is_full: bool,
+    has_columns: bool = False,
 ) -> list[str]:
     """The keys of a table's entries that fit a call, the most specific first.
 
@@ -96,6 +97,7 @@ def entries(
         /full           packed keys without causal mask and window
         /extra          not plain: a bias, ALiBi, softcap, dropout, a layout, int4 or scales by
                         token
+        /columns        scales by column
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
@@ -117,7 +119,8 @@ def entries(
             found.insert(0, f"{key}/odd")
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
-    return found if is_plain else [f"{k}/extra" for k in found] + found
+    kinds = ["columns"] * has_columns + ["extra"] * (not is_plain)
+    return [f"{k}/{kind}" for kind in kinds for k in found] + found
 
 
 def find_entry(

@@ -77,6 +77,7 @@ class Strides(NamedTuple):
     k_descale_slot: Any
     v_descale_page: Any
     v_descale_slot: Any
+    v_descale_column: Any  # None unless it has scales for columns
     latent_token: Any
     latent_head: Any
     tail_token: Any
@@ -127,8 +128,7 @@ class Options(NamedTuple):
     V_LOW: int
     V_HIGH: int
     V_STEP: int
-    OUT_LOW: int  # chunks of a row of results
-    OUT_HIGH: int
+    OUT_LOW: int  # of chunks of a row of results, all but the last
     GROUP_SIZE: int
     PACK: int  # heads in a tile
     TOKENS: int  # queries in a tile
@@ -170,6 +170,7 @@ class Options(NamedTuple):
     IS_PAIRED: bool
     K_BY_TOKEN: bool  # k_descale has a scale for each token and head: see `token_scales.py`
     V_BY_TOKEN: bool
+    SCALED_COLUMNS: int  # of values, that share a scale of v_descale; 0: those of a head do
     HAS_UNITS: bool  # weights of values are in units of their own
     IS_LOADED_FIRST: bool  # a tile's keys and values are both asked for before either is used
     HAS_PTX: bool

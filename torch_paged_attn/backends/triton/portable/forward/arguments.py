@@ -10,7 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token
+from torch_paged_attn.attention_call import (
+    LATENT_COLUMNS,
+    AttentionCall,
+    is_by_column,
+    is_by_token,
+)
 from torch_paged_attn.backends.triton.common.dequant import as_stored
 from torch_paged_attn.backends.triton.common.page_sizes import compiled_size, size_at_run_time
 from torch_paged_attn.backends.triton.common.seqlen_info import is_bound, key_bound
@@ -47,20 +52,20 @@ def _broadcast_strides(x: Tensor | None, *shape: int) -> tuple[int | None, ...]:
     return (None,) * len(shape) if x is None else x.expand(shape).stride()
 
 
-def _scale_strides(x: Tensor | None, batch: int, heads: int) -> tuple[int | None, ...]:
-    """Strides of sequence, head, page and slot of a descale; None for those that it has not."""
+def _scale_strides(
+    x: Tensor | None, stored: Tensor, batch: int, heads: int
+) -> tuple[int | None, ...]:
+    """Strides of sequence, head, page, slot and column of a descale; None for those that it has
+    not.
+
+    stored: the keys or values
+    """
     if not is_by_token(x, batch):
-        return *_broadcast_strides(x, batch, heads), None, None
+        return *_broadcast_strides(x, batch, heads), None, None, None
     assert x is not None
-    page, head, slot = _row_strides_of_scales(x)
-    return None, head, page, slot
-
-
-def _row_strides_of_scales(x: Tensor) -> tuple[int, int, int]:
-    """`row_strides` of the scales of keys or values by token."""
-    return (
-        (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 3 else (0, x.stride(1), x.stride(0))
-    )
+    is_of_columns = is_by_column(x, stored)
+    page, head, slot = row_strides(x if is_of_columns else x[..., None])
+    return None, head, page, slot, x.stride(-1) if is_of_columns else None
 
 
 def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
@@ -135,8 +140,12 @@ def strides(
     bias_head, bias_token, bias_key = _broadcast_strides(call.attn_bias, num_heads, -1, -1)
     alibi_batch, alibi_head = _broadcast_strides(call.alibi_slopes, batch, num_heads)
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
-    kd_batch, kd_head, kd_page, kd_slot = _scale_strides(call.k_descale, batch, num_kv_heads)
-    vd_batch, vd_head, vd_page, vd_slot = _scale_strides(call.v_descale, batch, num_kv_heads)
+    kd_batch, kd_head, kd_page, kd_slot, _ = _scale_strides(
+        call.k_descale, call.k, batch, num_kv_heads
+    )
+    vd_batch, vd_head, vd_page, vd_slot, vd_column = _scale_strides(
+        call.v_descale, call.v, batch, num_kv_heads
+    )
     tail = call.tail_mask
     latent = call.q_latent
     latent_token, latent_head = (None, None) if latent is None else latent.stride()[:2]
@@ -168,6 +177,7 @@ def strides(
         k_descale_slot=kd_slot,
         v_descale_page=vd_page,
         v_descale_slot=vd_slot,
+        v_descale_column=vd_column,
         latent_token=latent_token,
         latent_head=latent_head,
         tail_token=tail_token,
@@ -232,13 +242,14 @@ def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, targ
 
 
 def _aligned(x: Tensor) -> int:
-    """Bytes of which addresses of 8-bit rows are multiples, if Triton would load them one by one:
+    """Bytes of which addresses of rows are multiples, if Triton would load numbers one by one:
     it looks for multiples of 16 alone, and rows that have their scales beside them are none.
     """
-    if x.itemsize > 1 or is_traced():
+    strides = row_strides(x)
+    if is_traced() or math.gcd(16, x.data_ptr() & 15, *strides) == 16:
         return 0
-    found = math.gcd(16, x.data_ptr() & 15, *row_strides(x))
-    return found if 4 <= found < 16 else 0
+    found = math.gcd(16, x.data_ptr() & 15, *(s * x.itemsize for s in strides))
+    return found if found >= 4 else 0
 
 
 def _chunks(dim: int, stored: str, is_paired: bool, smallest: int) -> tuple[int, int, int]:
@@ -262,6 +273,9 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     k_step, k_low, k_high = _chunks(head_dim, formats.k, formats.is_paired, smallest)
     v_step, v_low, v_high = _chunks(head_dim_v, formats.v, formats.is_paired, smallest)
     v_by_token = is_by_token(call.v_descale, call.batch)
+    scaled_columns = LATENT_COLUMNS if is_by_column(call.v_descale, call.v) else 0
+    if scaled_columns:
+        v_step, v_low, v_high = 1, scaled_columns, scaled_columns
     has_left = is_bound(call.window_size_left)
     ranks, rng = call.key_ranks, call.rng_state
     run = call.key_interleave if ranks > 1 else 1
@@ -279,7 +293,6 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         V_HIGH=v_high,
         V_STEP=v_step,
         OUT_LOW=v_step * v_low if v_step > 1 else v_low,
-        OUT_HIGH=0 if v_step > 1 else v_high,
         GROUP_SIZE=call.group_size,
         PACK=tiles.pack,
         TOKENS=tiles.tokens,
@@ -313,12 +326,13 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         K_FORMAT=formats.k,
         V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
-        K_ALIGNED=_aligned(call.k),
-        V_ALIGNED=_aligned(call.v),
+        K_ALIGNED=_aligned(call.k) if call.k.itemsize == 1 or scaled_columns else 0,
+        V_ALIGNED=_aligned(call.v) if call.v.itemsize == 1 else 0,
         IS_V_LIKE_K=row_strides(call.k) == row_strides(call.v),
         IS_PAIRED=formats.is_paired,
         K_BY_TOKEN=is_by_token(call.k_descale, call.batch),
         V_BY_TOKEN=v_by_token,
+        SCALED_COLUMNS=scaled_columns,
         HAS_UNITS=v_by_token and formats.product == tl.float16,
         IS_LOADED_FIRST=_is_loaded_first(call, formats, config, target),
         HAS_PTX=target.converts_float8,

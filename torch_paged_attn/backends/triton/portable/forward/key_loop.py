@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.common.softmax import fold_scores
+from torch_paged_attn.backends.triton.portable.common.column_scales import add_group_scores
 from torch_paged_attn.backends.triton.portable.common.dropout import dropout_keep
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import find_pages
 from torch_paged_attn.backends.triton.portable.common.key_positions import (
@@ -22,12 +23,14 @@ from torch_paged_attn.backends.triton.portable.common.named import type_of
 from torch_paged_attn.backends.triton.portable.common.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
 from torch_paged_attn.backends.triton.portable.forward.load_kv import (
-    as_two_chunks,
+    fold_scaled_values,
     fold_value_tile,
     fold_values_loaded,
     load_keys,
     load_values,
+    result_chunks,
     score_keys,
+    zero_values,
 )
 
 
@@ -35,6 +38,24 @@ from torch_paged_attn.backends.triton.portable.forward.load_kv import (
 def has_nan(x):
     """Whether any element is NaN. Triton 3.6 cannot compile two reductions for sm_100."""
     return tl.max((x != x).to(tl.int32)) > 0
+
+
+@triton.jit
+def any_has_nan(tensors):
+    """The same of a tuple."""
+    found = has_nan(tensors[0])
+    for i in tl.static_range(1, len(tensors)):
+        found = found | has_nan(tensors[i])
+    return found
+
+
+@triton.jit
+def zero_if(is_bad, tensors):
+    """The tensors of a tuple, 0 where `is_bad`."""
+    found = ()
+    for i in tl.static_range(len(tensors)):
+        found = found + (tl.where(is_bad, 0.0, tensors[i]),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -61,13 +82,11 @@ def attend_keys(
     """Attention of a tile of queries to the tiles of keys `keys.i_start` to `keys.i_stop` - 1.
 
     Queries, keys and values are in the chunks of `load_kv.py`. Returns row maxima, row sums, the
-    sums of weighted values in two chunks, and by what each row's have to be multiplied.
+    sums of weighted values in chunks, and by what each row's have to be multiplied.
     """
     DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    V_LOW: tl.constexpr = OPTIONS.V_LOW
-    V_HIGH: tl.constexpr = OPTIONS.V_HIGH
     BIAS: tl.constexpr = OPTIONS.BIAS
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
@@ -76,22 +95,23 @@ def attend_keys(
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
     HAS_LATENT: tl.constexpr = pointers.q_latent is not None
     HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
-    # strides count elements of two bytes if these are paired; those of keys may be those of values,
-    # which may begin elsewhere
-    EACH: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
-    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // EACH
+    HAS_COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS > 0
+    # one scale for all numbers of a token's values
+    V_BY_TOKEN: tl.constexpr = OPTIONS.V_BY_TOKEN and not HAS_COLUMNS
+    # strides count elements, of two bytes if 8-bit ones are paired; those of keys may be those of
+    # values, which may begin elsewhere
+    K_EACH: tl.constexpr = memory.k.dtype.element_ty.primitive_bitwidth // 8
+    V_EACH: tl.constexpr = memory.v.dtype.element_ty.primitive_bitwidth // 8
+    V_ALIGNED: tl.constexpr = OPTIONS.V_ALIGNED // V_EACH
     TAKES_V: tl.constexpr = OPTIONS.IS_V_LIKE_K and OPTIONS.V_ALIGNED > OPTIONS.K_ALIGNED
-    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // EACH
+    K_ALIGNED: tl.constexpr = V_ALIGNED if TAKES_V else OPTIONS.K_ALIGNED // K_EACH
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
-    # unused if one chunk holds a row of v
-    acc_high = tl.zeros([BLOCK_M, V_HIGH if V_HIGH > 0 else 1], tl.float32)
-    # unused unless there are four
-    acc_third = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
-    acc_fourth = tl.zeros([BLOCK_M, V_LOW if OPTIONS.V_STEP == 4 else 1], tl.float32)
-    unit = tl.full([BLOCK_M], 0.0 if OPTIONS.HAS_UNITS else 1.0, tl.float32)
+    acc = zero_values(OPTIONS)
+    units = (tl.full([BLOCK_M], 0.0 if OPTIONS.HAS_UNITS else 1.0, tl.float32),)
+    if HAS_COLUMNS:
+        units = units * (OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS)
 
     # phases: 0 tiles at a window's left edge, 1 tiles that every row sees whole, 2 the rest
     i_full, i_tail = whole_tiles(
@@ -104,17 +124,12 @@ def attend_keys(
     ATTEMPTS: tl.constexpr = 1 if BIAS == "" else 2
     for attempt in tl.static_range(ATTEMPTS):
         if attempt == 1:
-            is_bad = has_nan(acc_low) | has_nan(acc_high)
-            if OPTIONS.V_STEP == 4:
-                is_bad = is_bad | has_nan(acc_third) | has_nan(acc_fourth)
-                acc_third = tl.where(is_bad, 0.0, acc_third)
-                acc_fourth = tl.where(is_bad, 0.0, acc_fourth)
+            is_bad = any_has_nan(acc)
             if OPTIONS.HAS_UNITS:
-                unit = tl.where(is_bad, 0.0, unit)
+                units = zero_if(is_bad, units)
             m_i = tl.where(is_bad, float("-inf"), m_i)
             l_i = tl.where(is_bad, 0.0, l_i)
-            acc_low = tl.where(is_bad, 0.0, acc_low)
-            acc_high = tl.where(is_bad, 0.0, acc_high)
+            acc = zero_if(is_bad, acc)
             i_full = tl.where(is_bad, i_full, i_start)
             i_tail = tl.where(is_bad, i_tail, i_start)
             i_stop = tl.where(is_bad, i_stop, i_start)
@@ -177,19 +192,25 @@ def attend_keys(
                 v_scale = tl.full([], 1.0, tl.float32)
                 if OPTIONS.V_BY_TOKEN:
                     v_scales = page * strides.v_descale_page + slot * strides.v_descale_slot
+                if V_BY_TOKEN:
                     v_scale = tl.load(memory.v_scales + v_scales)
                 if HAS_LATENT:
                     # the loaded values serve as keys here and as values below
                     if not OPTIONS.IS_LOADED_FIRST:
                         values = load_values(memory.v, v_offsets, OPTIONS)
-                    more = chunk_scores(
-                        (queries.latent_low, queries.latent_high), values, OPTIONS.V_HIGH,
-                        OPTIONS.CHAIN,
-                    )  # fmt: skip
-                    more = scaled(more, queries.latent_scale, 0.0, OPTIONS)
-                    if OPTIONS.V_BY_TOKEN:
-                        more *= v_scale[None, :]
-                    s += more
+                    if HAS_COLUMNS:
+                        s, v_scale = add_group_scores(
+                            s, queries.latent, values,
+                            1.0 if OPTIONS.RAW_SCORES else queries.latent_scale,
+                            memory.v_scales + v_scales, strides.v_descale_column, None, False,
+                            OPTIONS,
+                        )  # fmt: skip
+                    else:
+                        more = chunk_scores(queries.latent, values, OPTIONS.V_HIGH, OPTIONS.CHAIN)
+                        more = scaled(more, queries.latent_scale, 0.0, OPTIONS)
+                        if V_BY_TOKEN:
+                            more *= v_scale[None, :]
+                        s += more
                 s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
                 if phase != 1 or attempt == 1 or BIAS == "bool":
                     # select instead of adding -inf: a masked key may contain NaN
@@ -210,20 +231,24 @@ def attend_keys(
                 keep = rows.exists
                 if IS_CAREFUL:
                     keep = tl.max(seen.to(tl.int32), 0) > 0
-                if OPTIONS.V_BY_TOKEN:
-                    if IS_CAREFUL:
-                        v_scale = tl.where(keep, v_scale, 0.0)
-                    p *= v_scale[None, :]
-                    if OPTIONS.HAS_UNITS:
-                        p, unit, shrink = in_units(p, unit, shrink)
-                p = p.to(DTYPE)
-                acc = acc_low, acc_high, acc_third, acc_fourth
-                if HAS_LATENT or OPTIONS.IS_LOADED_FIRST:
-                    acc = fold_values_loaded(acc, shrink, p, values, keep, OPTIONS, IS_CAREFUL)
-                else:
-                    acc = fold_value_tile(
-                        acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
+                if HAS_COLUMNS:
+                    acc, units = fold_scaled_values(
+                        acc, units, shrink, p, values, v_scale, keep, OPTIONS, IS_CAREFUL
                     )
-                acc_low, acc_high, acc_third, acc_fourth = acc
-    low, high = as_two_chunks((acc_low, acc_high, acc_third, acc_fourth), OPTIONS)
-    return m_i, l_i, low, high, unit
+                else:
+                    if V_BY_TOKEN:
+                        if IS_CAREFUL:
+                            v_scale = tl.where(keep, v_scale, 0.0)
+                        p *= v_scale[None, :]
+                        if OPTIONS.HAS_UNITS:
+                            p, unit, shrink = in_units(p, units[0], shrink)
+                            units = (unit,)
+                    p = p.to(DTYPE)
+                    if HAS_LATENT or OPTIONS.IS_LOADED_FIRST:
+                        acc = fold_values_loaded(acc, shrink, p, values, keep, OPTIONS, IS_CAREFUL)
+                    else:
+                        acc = fold_value_tile(
+                            acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
+                        )
+    chunks, gain = result_chunks(acc, units, OPTIONS)
+    return m_i, l_i, chunks, gain

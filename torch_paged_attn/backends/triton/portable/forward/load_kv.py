@@ -4,7 +4,8 @@ A tile's rows are in two chunks: the low and the high elements of a head (`chunk
 `gather_scatter.py`), the second of which may be missing; or, with a STEP of 2, if 8-bit numbers are
 decoded by pairs or int4 by bytes, the even and the odd ones. With a STEP of 4, if int4 is decoded
 by fours, they are in four, each with every fourth element. Each chunk of those that are loaded one
-by one is multiplied before the next one is loaded.
+by one is multiplied before the next one is loaded. Values whose columns have scales are in as many
+chunks as scales (`column_scales.py`).
 """
 
 import triton
@@ -16,14 +17,33 @@ from torch_paged_attn.backends.triton.common.int4 import (
     decode_raised_fours,
     decode_two,
 )
+from torch_paged_attn.backends.triton.portable.common.column_scales import (
+    fold_groups,
+    load_groups,
+    without_units,
+    zero_groups,
+)
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     load_chunks,
     load_rows,
+    zero_chunks,
     zero_chunks_unless,
     zero_unless,
 )
 from torch_paged_attn.backends.triton.portable.common.named import type_of
 from torch_paged_attn.backends.triton.portable.common.products import fold_values, scores
+
+
+@triton.jit
+def zero_values(OPTIONS: tl.constexpr):
+    """Sums of values in chunks, before the first tile."""
+    if OPTIONS.SCALED_COLUMNS > 0:
+        return zero_groups(OPTIONS)
+    else:
+        acc = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+        if OPTIONS.V_STEP == 4:
+            acc = acc + zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_LOW)
+        return acc
 
 
 @triton.jit
@@ -72,13 +92,13 @@ def fold_value_tile(
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     DTYPE: tl.constexpr = type_of(OPTIONS.DTYPE)
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
-    acc_low, acc_high, acc_third, acc_fourth = acc
+    acc_low, acc_high = acc[0], acc[1]
     if OPTIONS.V_STEP == 4:
         fours = load_rows(v_ptr, offsets, None, 0, LOW, LOW, False, "RAW", DTYPE)
         low, high, third, fourth = decode_fours(fours, OPTIONS.HAS_PTX)
         # bytes are numbers, whatever they are: none of them is NaN
-        acc_third = fold_values(acc_third, shrink, p, third, IS_PRECISE)
-        acc_fourth = fold_values(acc_fourth, shrink, p, fourth, IS_PRECISE)
+        acc_third = fold_values(acc[2], shrink, p, third, IS_PRECISE)
+        acc_fourth = fold_values(acc[3], shrink, p, fourth, IS_PRECISE)
     elif OPTIONS.V_STEP == 2:
         low, high = _load_even_and_odd(v_ptr, offsets, LOW, HEAD_DIM_V, FORMAT, OPTIONS)
     else:
@@ -92,7 +112,10 @@ def fold_value_tile(
         if IS_CAREFUL:
             high = zero_unless(keep, high)
         acc_high = fold_values(acc_high, shrink, p, high, IS_PRECISE)
-    return acc_low, acc_high, acc_third, acc_fourth
+    if OPTIONS.V_STEP == 4:
+        return acc_low, acc_high, acc_third, acc_fourth
+    else:
+        return acc_low, acc_high
 
 
 @triton.jit
@@ -124,11 +147,13 @@ def load_keys(k_ptr, offsets, OPTIONS: tl.constexpr):
 
 @triton.jit
 def load_values(v_ptr, offsets, OPTIONS: tl.constexpr):
-    """A tile of values in two chunks, before they are multiplied: with q_latent they serve as keys
-    too, and a loop without stages need not wait twice.
+    """A tile of values in chunks, before they are multiplied: with q_latent they serve as keys too,
+    and a loop without stages need not wait twice.
     """
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
-    if OPTIONS.V_STEP == 2:
+    if OPTIONS.SCALED_COLUMNS > 0:
+        return load_groups(v_ptr, offsets, None, False, FORMAT, OPTIONS)
+    elif OPTIONS.V_STEP == 2:
         return _load_even_and_odd(
             v_ptr, offsets, OPTIONS.V_LOW, OPTIONS.HEAD_DIM_V, FORMAT, OPTIONS
         )
@@ -145,23 +170,45 @@ def fold_values_loaded(
 ):  # fmt: skip
     """`fold_value_tile` for values that have been loaded already."""
     low, high = v
-    acc_low, acc_high, acc_third, acc_fourth = acc
+    acc_low, acc_high = acc
     if IS_CAREFUL:
         low, high = zero_chunks_unless(keep, (low, high), OPTIONS.V_HIGH)
     acc_low = fold_values(acc_low, shrink, p, low, OPTIONS.IS_PRECISE)
     if OPTIONS.V_HIGH > 0:
         acc_high = fold_values(acc_high, shrink, p, high, OPTIONS.IS_PRECISE)
-    return acc_low, acc_high, acc_third, acc_fourth
+    return acc_low, acc_high
 
 
 @triton.jit
-def as_two_chunks(acc, OPTIONS: tl.constexpr):
-    """The chunks of sums of values as those of a row of results."""
-    low, high, third, fourth = acc
-    if OPTIONS.V_STEP == 4:
+def fold_scaled_values(
+    acc, units, shrink, p, v, scales, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
+):  # fmt: skip
+    """`fold_values_loaded` for values whose columns have scales, which count as 0 as well; and the
+    new units.
+    """
+    if IS_CAREFUL:
+        kept, kept_scales = (), ()
+        for c in tl.static_range(OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS):
+            kept = kept + (zero_unless(keep, v[c]),)  # type: ignore[assignment]  # noqa: RUF005
+            kept_scales = kept_scales + (tl.where(keep, scales[c], 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        v, scales = kept, kept_scales
+    return fold_groups(acc, units, shrink, p, v, scales, OPTIONS)
+
+
+@triton.jit
+def result_chunks(acc, units, OPTIONS: tl.constexpr):
+    """The chunks of sums of values as those of a row of results, and by what each row's have to be
+    multiplied.
+    """
+    if OPTIONS.SCALED_COLUMNS > 0:
+        return without_units(acc, units, OPTIONS), tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32)
+    elif OPTIONS.V_STEP == 4:
+        low, high, third, fourth = acc
         low = tl.interleave(
             tl.interleave(low, third), tl.interleave(high * 0.0625, fourth * 0.0625)
         )
+        return (low, high), units[0]
     elif OPTIONS.V_STEP == 2:
-        low = tl.interleave(low, high)
-    return low, high
+        return (tl.interleave(acc[0], acc[1]), acc[1]), units[0]
+    else:
+        return acc, units[0]

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.common.dequant import float16_range
+from torch_paged_attn.backends.triton.portable.common.column_scales import load_groups
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import load_rows
 from torch_paged_attn.backends.triton.portable.common.named import named, type_of
 
@@ -52,13 +53,16 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
                 scale, pointers.k_descale, strides.k_descale_batch, strides.k_descale_head,
                 rows, sizes.batch,
             )  # fmt: skip
-    latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
+    latent, latent_scale = (0.0, 0.0), 0.0
     if pointers.q_latent is not None:
         offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
-        latent_low, latent_high = _load_two(
-            pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.V_STEP,
-            OPTIONS.HEAD_DIM_V, FORMAT, DTYPE,
-        )  # fmt: skip
+        if OPTIONS.SCALED_COLUMNS > 0:
+            latent = load_groups(pointers.q_latent, offsets, exists, True, FORMAT, OPTIONS)
+        else:
+            latent = _load_two(
+                pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.V_STEP,
+                OPTIONS.HEAD_DIM_V, FORMAT, DTYPE,
+            )  # fmt: skip
         latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
     raised = 0.0
     if OPTIONS.IS_PAIRED and (OPTIONS.K_FORMAT == "INT8" or STEP == 4):
@@ -77,10 +81,9 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         has_slope = exists & (b < sizes.batch)
         slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
         slope = slope[:, None]
-    return named("low high third fourth scale raised slope latent_low latent_high latent_scale")(
-        low, high, third, fourth, scale[:, None], raised, slope, latent_low, latent_high,
-        latent_scale,
-    )  # fmt: skip
+    return named("low high third fourth scale raised slope latent latent_scale")(
+        low, high, third, fourth, scale[:, None], raised, slope, latent, latent_scale
+    )
 
 
 @triton.jit

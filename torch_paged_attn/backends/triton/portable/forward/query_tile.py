@@ -147,30 +147,36 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
 def _as_one_part(state, OPTIONS: tl.constexpr):
     """The state that `combine.py` computes, before the sink, for a tile that has only one part."""
     total = tl.where(state.l == 0.0, 1.0, state.l)
-    low = quotient(state.low * state.gain[:, None], total, OPTIONS.IS_PRECISE)
-    high = quotient(state.high * state.gain[:, None], total, OPTIONS.IS_PRECISE)
     if OPTIONS.BIAS == "float":
         m, weight = state.m, state.l
     else:
         m = tl.where(state.l == 0.0, float("-inf"), state.m + tl.log(total))
         weight = tl.where(state.l == 0.0, 0.0, 1.0)
-    return named("m l low high gain")(
-        m=m,
-        l=weight,
-        low=low * weight[:, None],
-        high=high * weight[:, None],
-        gain=tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32),
+    chunks = ()
+    for c in tl.static_range((OPTIONS.HEAD_DIM_V - 1) // OPTIONS.OUT_LOW + 1):
+        x = quotient(state.chunks[c] * state.gain[:, None], total, OPTIONS.IS_PRECISE)
+        chunks = chunks + (x * weight[:, None],)  # type: ignore[assignment]  # noqa: RUF005
+    return named("m l chunks gain")(
+        m=m, l=weight, chunks=chunks, gain=tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32)
     )
+
+
+@triton.jit
+def _store_values(
+    ptr, state, gain, total, exists, scale_ptr, FORMAT: tl.constexpr, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """Write rows of values, times `gain` and over `total`, at these pointers."""
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    LOW: tl.constexpr = OPTIONS.OUT_LOW
+    for c in tl.static_range((HEAD_DIM_V - 1) // LOW + 1):
+        out = quotient(state.chunks[c] * gain[:, None], total, OPTIONS.IS_PRECISE)
+        store_rows(ptr, out, exists, c * LOW, out.shape[1], HEAD_DIM_V, scale_ptr, FORMAT)
 
 
 @triton.jit
 def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     """Write partial result number `part`."""
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     row = part * OPTIONS.PART_ROWS + tl.arange(0, OPTIONS.BLOCK_M)
-    LOW: tl.constexpr = OPTIONS.OUT_LOW
-    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
-    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
     total = tl.where(l_i == 0.0, 1.0, l_i)
     if OPTIONS.BIAS != "float":
@@ -181,22 +187,14 @@ def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
         tl.store(sums_ptr + row, l_i, mask=exists)
     # a part without keys writes no values; its lse of -inf says so
     exists = exists & (keys.i_start < keys.i_stop)
-    values = pointers.parts + row * HEAD_DIM_V
-    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
-    store_rows(values, out, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
-    if HIGH > 0:
-        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
-        store_rows(values, out, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
+    values = pointers.parts + row * OPTIONS.HEAD_DIM_V
+    _store_values(values, state, gain, total, exists, None, "NATIVE", OPTIONS)
 
 
 @triton.jit
 def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     """Write the rows of `out` and `softmax_lse`."""
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    LOW: tl.constexpr = OPTIONS.OUT_LOW
-    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
     FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
-    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
     if pointers.sinks is not None:
         is_sequence = exists & (rows.b < sizes.batch)
@@ -207,13 +205,8 @@ def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
     lse_at = pointers.lse + rows.head.to(tl.int64) * sizes.total_q + rows.row
     tl.store(lse_at, lse, mask=exists)
-    out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * HEAD_DIM_V
-    scale_ptr = pointers.out_scale
-    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
-    store_rows(out_rows, out, exists, 0, LOW, HEAD_DIM_V, scale_ptr, FORMAT)
-    if HIGH > 0:
-        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
-        store_rows(out_rows, out, exists, LOW, HIGH, HEAD_DIM_V, scale_ptr, FORMAT)
+    out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * OPTIONS.HEAD_DIM_V
+    _store_values(out_rows, state, gain, total, exists, pointers.out_scale, FORMAT, OPTIONS)
 
 
 @triton.jit
@@ -258,7 +251,7 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     memory = named("block_table col k v k_scales v_scales bias_rows tail_rows")(
         table_ptr, col_ptr, k_ptr, v_ptr, k_scales, v_scales, bias_rows, tail_rows
     )
-    m_i, l_i, low, high, gain = attend_keys(
+    m_i, l_i, chunks, gain = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
     )
 
@@ -267,7 +260,7 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     if pointers.v_descale is not None and not OPTIONS.V_BY_TOKEN:
         at = rows.b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
         gain = gain * tl.load(pointers.v_descale + at, mask=rows.b < sizes.batch, other=0.0)
-    state = named("m l low high gain")(m=m, l=l_i, low=low, high=high, gain=gain)
+    state = named("m l chunks gain")(m=m, l=l_i, chunks=chunks, gain=gain)
     if share.is_part:
         _write_part(state, rows, keys, share.part, pointers, OPTIONS)
     elif OPTIONS.FIXED_UNITS > 0 and (pointers.sinks is not None or OPTIONS.BIAS == "float"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn.attention_call import AttentionCall, is_by_token
+from torch_paged_attn.attention_call import AttentionCall, is_by_column, is_by_token
 from torch_paged_attn.backends.triton.common.arrivals import MOST_PARTS
 from torch_paged_attn.backends.triton.common.dequant import holds_pairs
 from torch_paged_attn.backends.triton.common.page_sizes import has_rows
@@ -74,6 +74,7 @@ class Traits:
     page_size: int
     may_pair: bool  # whether 8-bit keys and values can be decoded by pairs
     is_plain: bool  # no bias, ALiBi, softcap, dropout, layout, int4 or scales by token
+    has_columns: bool  # scales by column
     is_full: bool  # neither causal nor a window
     q_block: int  # 0 without a layout
     k_block: int
@@ -99,6 +100,7 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
         is_plain=not (
             has_scores or call.dropout_p or layout is not None or has_numbers_apart(call)
         ),
+        has_columns=is_by_column(call.v_descale, call.v),
         is_full=not (is_bound(call.window_size_left) or is_bound(call.window_right)),
         q_block=0 if layout is None else layout.q_block_size,
         k_block=0 if layout is None else layout.k_block_size,
@@ -197,6 +199,7 @@ def choose_tiles(
             most_keys,
             traits.is_plain,
             is_full,
+            traits.has_columns,
         )
     # a tile may have fewer rows than the group has heads
     pack = min(pack, config.BLOCK_M)

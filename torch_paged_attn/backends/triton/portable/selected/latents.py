@@ -1,27 +1,22 @@
-"""`selected_attention` of latents whose columns have scales: 8 bits, a scale for each token and 128
-columns, beside the rope keys (DeepSeek's caches of 656 bytes a token).
-
-A scale multiplies the scores, and the weights, of its columns: no latent is multiplied by one. So
-products are taken for each 128 columns, and weights rounded once.
+"""`selected_attention` of latents whose columns have scales (`common/column_scales.py`), beside the
+rope keys.
 """
 
 import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.common.softmax import LOG2E, fold_scores, quotient, with_sink
-from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
-    load_chunks,
-    load_rows,
-    store_rows,
+from torch_paged_attn.backends.triton.portable.common.column_scales import (
+    add_group_scores,
+    fold_groups,
+    load_groups,
+    without_units,
+    zero_groups,
 )
+from torch_paged_attn.backends.triton.portable.common.gather_scatter import load_chunks, store_rows
 from torch_paged_attn.backends.triton.portable.common.logits import softcapped
 from torch_paged_attn.backends.triton.portable.common.named import type_of
-from torch_paged_attn.backends.triton.portable.common.products import (
-    add_product,
-    chunk_scores,
-    scores,
-)
-from torch_paged_attn.backends.triton.portable.common.token_scales import in_units
+from torch_paged_attn.backends.triton.portable.common.products import chunk_scores
 from torch_paged_attn.backends.triton.portable.selected.kernel import store_lse
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedSizes,
@@ -29,36 +24,6 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     find_split,
     range_of_split,
 )
-
-
-@triton.jit
-def _load_groups(ptr, offsets, keep, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
-    """Rows of values' width, as tensors of the columns that share a scale."""
-    COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
-    STOP: tl.constexpr = OPTIONS.HEAD_DIM_V
-    found = ()
-    for c in tl.static_range(STOP // COLUMNS):
-        x = load_rows(
-            ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, True, FORMAT, type_of(OPTIONS.DTYPE)
-        )
-        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _zeros(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    found = ()
-    for _ in tl.static_range(GROUPS):
-        found = found + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _units(GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    found = ()
-    for _ in tl.static_range(GROUPS):
-        found = found + (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
 
 
 @triton.jit(do_not_specialize=SelectedSizes._fields)
@@ -75,19 +40,17 @@ def _selected_latents_kernel(
     )  # fmt: skip
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     GROUPS: tl.constexpr = OPTIONS.HEAD_DIM_V // OPTIONS.SCALED_COLUMNS
-    # weights in float16 would lose their bits where scales are small
-    HAS_UNITS: tl.constexpr = OPTIONS.DTYPE == "fp16"
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     split, kv_head, head_tile, token, queries = find_split(pointers, strides, sizes, OPTIONS)
     q_rows = token.row * strides.latent_token + queries.head.to(tl.int64) * strides.latent_head
-    latents = _load_groups(pointers.q_latent, q_rows, queries.exists, Q_FORMAT, OPTIONS)
+    latents = load_groups(pointers.q_latent, q_rows, queries.exists, True, Q_FORMAT, OPTIONS)
     begin, stop = range_of_split(split, token, sizes, OPTIONS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = _zeros(GROUPS, BLOCK_M, OPTIONS.SCALED_COLUMNS)
-    units = _units(GROUPS, BLOCK_M)
+    acc = zero_groups(OPTIONS)
+    units = (tl.zeros([BLOCK_M], tl.float32),) * GROUPS
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
         k_rows = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
@@ -96,34 +59,23 @@ def _selected_latents_kernel(
             K_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
         v_rows = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
-        v = _load_groups(pointers.v, v_rows, is_seen, V_FORMAT, OPTIONS)
+        v = load_groups(pointers.v, v_rows, is_seen, True, V_FORMAT, OPTIONS)
         of_rows = page * strides.v_descale_page + slot * strides.v_descale_slot
         scale_ptr = pointers.v_descale + kv_head * strides.v_descale_head + of_rows
         s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
         s = s * (scalars.scale * queries.k_scale)
-        scales = ()
-        for c in tl.static_range(GROUPS):
-            scale = tl.load(scale_ptr + c * strides.v_descale_column, mask=is_seen, other=0.0)
-            more = scores(latents[c], v[c], OPTIONS.CHAIN)
-            s += more * (scale * (scalars.scale * queries.latent_scale))[None, :]
-            scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+        s, scales = add_group_scores(
+            s, latents, v, scalars.scale * queries.latent_scale, scale_ptr,
+            strides.v_descale_column, is_seen, True, OPTIONS,
+        )  # fmt: skip
         if OPTIONS.HAS_SOFTCAP:
             s = softcapped(s, scalars.softcap, OPTIONS.IS_PRECISE, type_of(OPTIONS.DTYPE))
         s = tl.where(is_seen[None, :], s, float("-inf"))
         p, m_i, l_i, shrink = fold_scores(
             m_i, l_i, s, LOG2E, OPTIONS.IS_PRECISE, False, IS_FUSED=True
         )
-        new_acc, new_units = (), ()
-        for c in tl.static_range(GROUPS):
-            weights, factor = p * scales[c][None, :], shrink
-            unit = units[c]
-            if HAS_UNITS:
-                weights, unit, factor = in_units(weights, unit, shrink)
-            weights = weights.to(type_of(OPTIONS.DTYPE))
-            x = add_product(acc[c] * factor[:, None], weights, v[c], OPTIONS.IS_PRECISE)
-            new_acc = new_acc + (x,)  # type: ignore[assignment]  # noqa: RUF005
-            new_units = new_units + (unit,)  # type: ignore[assignment]  # noqa: RUF005
-        acc, units = new_acc, new_units
+        acc, units = fold_groups(acc, units, shrink, p, v, scales, OPTIONS)
+    acc = without_units(acc, units, OPTIONS)
 
     r = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_stored = r < OPTIONS.GROUP_SIZE
@@ -144,10 +96,7 @@ def _selected_latents_kernel(
     COLUMNS: tl.constexpr = OPTIONS.SCALED_COLUMNS
     to = results.out + at.to(tl.int64) * OPTIONS.HEAD_DIM_V
     for c in tl.static_range(GROUPS):
-        x = acc[c] * gain[:, None]
-        if HAS_UNITS:
-            x *= units[c][:, None]
-        x = quotient(x, divisor, OPTIONS.IS_PRECISE)
+        x = quotient(acc[c] * gain[:, None], divisor, OPTIONS.IS_PRECISE)
         store_rows(
             to, x, is_stored, c * COLUMNS, COLUMNS, OPTIONS.HEAD_DIM_V, results.out_scale,
             OUT_FORMAT,
