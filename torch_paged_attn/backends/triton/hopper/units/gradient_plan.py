@@ -1,4 +1,4 @@
-"""Gradients of `selected_attention` on Hopper for units of 128 keys and more; see `gradients.py`."""
+"""Gradients of `selected_attention` on Hopper for units of 128 keys; see `gradients.py`."""
 
 from typing import Any
 
