@@ -12,8 +12,9 @@ and of dout at a time, as a producer loads them. For each tile of rows:
                                          computes half of the columns
 
 The order of products is that of the dense backward in one pass (`backward/dkdv.py`). Parts of dQ
-are left in float16 with a power of two as the scale of a row and a consumer's columns; a later
-kernel adds them up in the order of a token's list, so that the bits are the same every time.
+are left in float16 with a power of two as the scale of a row and a consumer's columns, which are in
+the order in which lanes store them (`kernel.py`); a later kernel adds them up in the order of a
+token's list, so that the bits are the same every time.
 """
 
 from typing import Any, NamedTuple
@@ -157,17 +158,53 @@ def _by_token(tokens, group):
     return gl.DistributedLinearLayout(own, lanes, [[0, 0], [0, 0]], [], [tokens, group])
 
 
+@gluon.constexpr_function
+def _everywhere(tokens):
+    """The layout of (tokens, 1) of which each thread has all numbers."""
+    own = [[1 << i, 0] for i in range(tokens.bit_length() - 1)]
+    return gl.DistributedLinearLayout(own, [[0, 0]] * 5, [[0, 0]] * 2, [], [tokens, 1])
+
+
 @gluon.jit
-def _statistic(n, like, pipelines, OPTIONS: gl.constexpr, FIELD: gl.constexpr):
-    """A field of the statistics of the rows of fill n, laid out like the columns of `like`."""
+def _fields(n, pipelines, OPTIONS: gl.constexpr):
+    """The statistics of fill n, (tokens, fields times heads)."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shape: gl.constexpr = [OPTIONS.STAGES, OPTIONS.TOKENS, ROW_FIELDS * OPTIONS.GROUP_SIZE]
+    return seen_as(pipelines.statistics, shape, plain).index(n % OPTIONS.STAGES)
+
+
+@gluon.jit
+def _statistic(fields, like, OPTIONS: gl.constexpr, FIELD: gl.constexpr):
+    """One of the fields, of the rows of a fill, laid out like the columns of `like`."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    shape: gl.constexpr = [OPTIONS.STAGES, TOKENS, ROW_FIELDS * GROUP_SIZE]
     rows: gl.constexpr = gl.SliceLayout(0, like.type.layout)
-    fields = seen_as(pipelines.statistics, shape, plain).index(n % OPTIONS.STAGES)
     x = fields.slice(FIELD * GROUP_SIZE, GROUP_SIZE, dim=1).load(_by_token(TOKENS, GROUP_SIZE))
     return gl.expand_dims(gl.convert_layout(gl.reshape(x, [TOKENS * GROUP_SIZE]), rows, True), 0)
+
+
+@gluon.jit
+def _of_tokens(fields, row, OPTIONS: gl.constexpr, FIELD: gl.constexpr):
+    """A field that is the same for all heads, the number of a row of k: counted from `row` on."""
+    x = fields.slice(FIELD * OPTIONS.GROUP_SIZE, 1, dim=1).load(_everywhere(OPTIONS.TOKENS))
+    return gl.reshape(x, [OPTIONS.TOKENS]).to(gl.int32, bitcast=True) - row
+
+
+@gluon.jit
+def _mask(p, fields, key, row, OPTIONS: gl.constexpr):
+    """p, and 0 where a token does not see a key. `key`: the numbers of the consumer's keys in the
+    unit, which begins at `row`."""
+    is_cut = gl.min(_of_tokens(fields, row, OPTIONS, 3), 0) < OPTIONS.BLOCK_N - 1
+    if OPTIONS.HAS_LEFT:
+        is_cut = is_cut | (gl.max(_of_tokens(fields, row, OPTIONS, 2), 0) > 0)
+    if is_cut:
+        of_key = gl.expand_dims(key, 1) + row
+        seen = of_key <= _statistic(fields, p, OPTIONS, 3).to(gl.int32, bitcast=True)
+        if OPTIONS.HAS_LEFT:
+            low = _statistic(fields, p, OPTIONS, 2).to(gl.int32, bitcast=True)
+            seen = seen & (of_key >= low)
+        p = gl.where(seen, p, 0.0)
+    return p
 
 
 @gluon.jit
@@ -211,8 +248,6 @@ def _leave(dq, n, entries, count, head, params, OPTIONS: gl.constexpr, INDEX: gl
 @gluon.jit
 def _put_keys(ptr, x, row, keys, head, IS_SUM: gl.constexpr, INDEX: gl.constexpr):
     """Write gradients of a consumer's keys or values, or add them to float32 sums."""
-    if not IS_SUM:
-        x = _by_lane(x.to(ptr.dtype.element_ty))
     layout: gl.constexpr = x.type.layout
     STAY: gl.constexpr = x.shape[0]
     r = INDEX * STAY + gl.arange(0, STAY, gl.SliceLayout(1, layout))
@@ -222,7 +257,7 @@ def _put_keys(ptr, x, row, keys, head, IS_SUM: gl.constexpr, INDEX: gl.constexpr
     exists = gl.expand_dims(r < keys, 1)
     if IS_SUM:
         x += gl.load(to, mask=exists, other=0.0)
-    gl.store(to, x, mask=exists)
+    gl.store(to, x.to(ptr.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
@@ -266,21 +301,16 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             dout = pipelines.dout.index(stage).reshape([PASS, WIDTH_V])
             s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            lse = _statistic(n, zeros, pipelines, OPTIONS, 0)
+            fields = _fields(n, pipelines, OPTIONS)
+            lse = _statistic(fields, zeros, OPTIONS, 0)
             s = warpgroup_mma_wait(1, deps=[s_pending])
             p = gl.exp2(s * scalars.scale_log2 - lse)
             if HAS_BOUNDS:
-                low = _statistic(n, zeros, pipelines, OPTIONS, 2).to(gl.int32, bitcast=True) - row
-                high = _statistic(n, zeros, pipelines, OPTIONS, 3).to(gl.int32, bitcast=True) - row
-                of_key = gl.expand_dims(key, 1)
-                seen = (of_key <= high) & (of_key < keys)
-                if OPTIONS.HAS_LEFT:
-                    seen = seen & (of_key >= low)
-                p = gl.where(seen, p, 0.0)
+                p = _mask(p, fields, key, row, OPTIONS)
             elif keys < OPTIONS.BLOCK_N:
                 p = gl.where(gl.expand_dims(key < keys, 1), p, 0.0)
             p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, of_v, 2))
-            delta = _statistic(n, zeros, pipelines, OPTIONS, 1)
+            delta = _statistic(fields, zeros, OPTIONS, 1)
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             ds = (p * (dp - delta)).to(dtype)
             ds_tile = pipelines.ds.index(n % 2)

@@ -23,6 +23,7 @@ from torch_paged_attn.backends.triton.common.dequant import (
 )
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
+from torch_paged_attn.backends.triton.portable.common.named import named
 from torch_paged_attn.backends.triton.portable.selected.part_rows import load_part
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
@@ -76,6 +77,7 @@ class RowOptions(NamedTuple):
     WIDTH: int  # columns of dq that a program has
     BLOCKS: int  # of so many columns
     CUTS: int  # parts of an entry
+    IS_BY_LANE: bool  # of 32 columns, parts have the order (lane, eight, pair)
     FORMAT: str  # of dout and out
     FORMAT_DQ: str
 
@@ -118,8 +120,7 @@ def _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS: t
 
 @triton.jit
 def _add_parts(
-    local, row, kv_head, in_group, block, parts, step, entries, listed, own_lists, scale,
-    OPTIONS: tl.constexpr,
+    local, row, kv_head, in_group, block, parts, sizes, scale, OPTIONS: tl.constexpr
 ):  # fmt: skip
     """dq of a token's heads: the sum of the parts of its entries, in their order."""
     FORMAT: tl.constexpr = OPTIONS.FORMAT_DQ
@@ -127,16 +128,20 @@ def _add_parts(
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     is_head = in_group < GROUP_SIZE
-    counts_ptr = parts.counts + (kv_head * own_lists).to(tl.int64) * listed + row * entries
-    first = (kv_head.to(tl.int64) * step + local) * entries
+    counts_ptr = parts.counts + (kv_head * sizes.own_lists).to(tl.int64) * sizes.listed
+    counts_ptr += row * sizes.entries
+    first = (kv_head.to(tl.int64) * sizes.step + local) * sizes.entries
     ROWS: tl.constexpr = OPTIONS.ROWS
     CUTS: tl.constexpr = OPTIONS.CUTS
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
-    for e in tl.range(0, entries, loop_unroll_factor=4):
+    for e in tl.range(0, sizes.entries, loop_unroll_factor=4):
         is_part = tl.load(counts_ptr + e) != 0
         for cut in tl.static_range(CUTS):
             at = ((first + e) * CUTS + cut) * GROUP_SIZE + in_group
             dq += load_part(parts.rows, parts.scales, at, is_head & is_part, block, HEAD_DIM, WIDTH)
+    if OPTIONS.IS_BY_LANE:
+        dq = tl.reshape(dq, [ROWS, WIDTH // 32, 4, 4, 2])
+        dq = tl.reshape(tl.permute(dq, [0, 1, 3, 2, 4]), [ROWS, WIDTH])
     at = (row * tl.num_programs(1) + kv_head) * GROUP_SIZE + in_group
     d = block * WIDTH + tl.arange(0, WIDTH)
     stored = encode(dq * scale, parts.dq.dtype.element_ty, FORMAT)
@@ -161,10 +166,9 @@ def _token_rows_kernel(
         _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS)
     elif parts is not None:
         in_group = tile // OPTIONS.BLOCKS * OPTIONS.ROWS + r
-        _add_parts(
-            local, row, kv_head, in_group, tile % OPTIONS.BLOCKS, parts, step, entries, listed,
-            own_lists, scale, OPTIONS,
-        )  # fmt: skip
+        sizes = named("step entries listed own_lists")(step, entries, listed, own_lists)
+        block = tile % OPTIONS.BLOCKS
+        _add_parts(local, row, kv_head, in_group, block, parts, sizes, scale, OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +184,7 @@ class TokenRows:
     blocks: int = 1
     cuts: int = 1
     step: int = 0
+    is_by_lane: bool = False
 
     @classmethod
     def of(cls, call: BackwardCall, dout: Tensor, lse: Tensor) -> "TokenRows":
@@ -236,6 +241,7 @@ class TokenRows:
                 WIDTH=width,
                 BLOCKS=self.blocks,
                 CUTS=self.cuts,
+                IS_BY_LANE=self.is_by_lane,
                 FORMAT=format_,
                 FORMAT_DQ=stored_format(forward.q.dtype, target),
             ),

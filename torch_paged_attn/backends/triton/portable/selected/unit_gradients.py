@@ -122,7 +122,9 @@ def _visit_units(
         parts = call.num_heads * step * entries * cuts
         scales = new(parts, blocks) if dtype == torch.float16 else None
         of_dq = DqParts(new(parts, call.head_dim, dtype=dtype), scales, lists.counts, gradients.dq)
-        rows = dataclasses.replace(rows, parts=of_dq, blocks=blocks, cuts=cuts, step=step)
+        rows = dataclasses.replace(
+            rows, parts=of_dq, blocks=blocks, cuts=cuts, step=step, is_by_lane=on_hopper is not None
+        )
         if on_hopper is not None:
             fields = new(call.total_q, heads, ROW_FIELDS.value, call.group_size)
             statistics = fields, lists.lows, lists.highs
