@@ -78,7 +78,6 @@ KNOWN = {
     # tiles that spill less are slower: 2 x 4,096 tokens, 32/8 heads, 825 us; 128 keys, two stages
     # (312 bytes) 962, 32 keys (56 bytes) 951; 8 x 1,024 308, 374, 328
     ("sm90", "d128/prefill_bias/bf16"): 1184,
-    ("sm90", "backward/selected/m3_training/bf16"): 128,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,
