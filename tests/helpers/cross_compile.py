@@ -71,9 +71,9 @@ KNOWN = {
     ("gfx1100", "backward/selected/single_latents/bf16"): 6912,
     ("gfx1201", "backward/selected/single_latents/bf16"): 2432,
     ("gfx1100", "backward/selected/single_keys/bf16"): 1152,
-    ("gfx1100", "backward/selected/m3_training/bf16"): 448,
-    ("gfx1100", "backward/selected/groups_of_4/bf16"): 512,
-    ("gfx1100", "backward/nsa/selected_blocks/f16"): 832,
+    ("gfx1100", "backward/selected/m3_training/bf16"): 64,
+    ("gfx1100", "backward/selected/groups_of_4/bf16"): 384,
+    ("gfx1100", "backward/nsa/selected_blocks/f16"): 768,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     # tiles that spill less are slower: 2 x 4,096 tokens, 32/8 heads, 825 us; 128 keys, two stages
