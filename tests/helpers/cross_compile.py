@@ -79,7 +79,7 @@ KNOWN = {
     # tiles that spill less are slower: 2 x 4,096 tokens, 32/8 heads, 825 us; 128 keys, two stages
     # (312 bytes) 962, 32 keys (56 bytes) 951; 8 x 1,024 308, 374, 328
     ("sm90", "d128/prefill_bias/bf16"): 1184,
-    # tiles that spill nothing, of 64 keys, leave twice as many parts: 7.5 ms instead of 4.2 for M3's
+    # tiles of 64 keys, which spill nothing, leave twice as many parts: 7.5 ms for M3, not 4.2
     ("sm90", "backward/selected/groups_of_4/bf16"): 192,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
