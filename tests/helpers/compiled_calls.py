@@ -473,6 +473,7 @@ SELECTED_TRAINING = {
             ("single_keys", 32, 1, 128, None, Selected(64)),
             ("single_latents", 16, 1, 576, 512, Selected(64)),
             ("m3_training", 64, 4, 128, None, Selected(3, 128, "kv", own=True)),
+            ("groups_of_4", 16, 4, 128, None, Selected(3, 128, "kv", own=True)),
         )
     )
 }

@@ -82,16 +82,16 @@ KNOWN = {
     ("gfx1100", "backward/selected/single_latents/bf16"): 6912,
     ("gfx1201", "backward/selected/single_latents/bf16"): 2432,
     ("gfx1100", "backward/selected/single_keys/bf16"): 1152,
-    ("gfx1100", "backward/selected/m3_training/bf16"): 1088,
-    ("gfx1100", "backward/nsa/selected_blocks/f16"): 1792,
-    ("gfx1201", "backward/nsa/selected_blocks/f16"): 192,
+    ("gfx1100", "backward/selected/m3_training/bf16"): 64,
+    ("gfx1100", "backward/selected/groups_of_4/bf16"): 384,
+    ("gfx1100", "backward/nsa/selected_blocks/f16"): 768,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     # tiles that spill less are slower: 2 x 4,096 tokens, 32/8 heads, 825 us; 128 keys, two stages
     # (312 bytes) 962, 32 keys (56 bytes) 951; 8 x 1,024 308, 374, 328
     ("sm90", "d128/prefill_bias/bf16"): 1184,
-    # tiles of 64 keys spill nothing and leave twice as many parts: 7.5 ms instead of 4.6
-    ("sm90", "backward/selected/m3_training/bf16"): 256,
+    # tiles of 64 keys, which spill nothing, leave twice as many parts: 7.5 ms for M3, not 4.2
+    ("sm90", "backward/selected/groups_of_4/bf16"): 192,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,

@@ -24,8 +24,9 @@ ARCHES = ("sm90", "sm80", "gfx942")
 # loops that compile more, and why: docs/design/first_use.md has what was tried
 MORE = {
     # A forward and a backward, counted together. Of lists of blocks the portable kernel for the
-    # fewest tokens, Hopper's and five that sort lists and add up parts, and two of the backward.
-    ("sm90", "selected/training_blocks"): 10,
+    # fewest tokens, Hopper's and five that sort lists, copy queries and add up parts, and two of
+    # the backward: of units, and of rows before and after it
+    ("sm90", "selected/training_blocks"): 9,
     # The portable kernel for the shortest; a list and two of Hopper's, with all heads of a group in
     # a tile or, where one head fills it, with one (sharing takes 1 to 15 % longer); statistics and
     # two of the backward or, of long sequences whose gradients are added in any order, one and the

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.common.dequant import as_stored
+from torch_paged_attn.backends.triton.hopper.units import gradient_plan
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
     GradientStrides,
     SelectedGradients,
 )
-from torch_paged_attn.backends.triton.portable.selected.deltas import deltas_of
 from torch_paged_attn.backends.triton.portable.selected.parts import add_parts, leaves_parts
+from torch_paged_attn.backends.triton.portable.selected.token_rows import TokenRows
 from torch_paged_attn.backends.triton.portable.selected.unit_gradients import add_units
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backward_call import BackwardCall
@@ -33,25 +34,29 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
     dq, dk, dv, _, dsinks = results
     dout = call.dout if call.dout.stride(-1) == 1 else call.dout.contiguous()
     lse = call.softmax_lse.contiguous()
-    d = deltas_of(call, dout, lse)
+    rows = TokenRows.of(call, dout, lse)
     wants_q, wants_k, wants_v, _, wants_sinks = call.wanted
-    if wants_sinks:
-        assert forward.sinks is not None
-        weight = (forward.sinks[:, None] - lse).exp().masked_fill(lse == float("-inf"), 0.0)
-        dsinks.copy_(-(weight * d).sum(1))
     target = target_of(forward.q.device)
-    if leaves_parts(call):
-        stored = [as_stored(x, target)[0] for x in (dout, dq)]
-        gradients = SelectedGradients(stored[0], lse, d, stored[1], dk, dv)
-        add_parts(call, forward, gradients, GradientStrides(*dout.stride()[:2]))
-        return results
+    strides = GradientStrides(*dout.stride()[:2])
     gradients = SelectedGradients(
         dout=as_stored(dout, target)[0],
         lse=lse,
-        d=d,
-        dq=as_stored(dq, target)[0] if wants_q else None,
-        dk=dk if wants_k else None,
-        dv=dv if wants_v else None,
+        d=rows.d,
+        dq=as_stored(dq, target)[0],
+        dk=dk,
+        dv=dv,
     )
-    add_units(forward, gradients, GradientStrides(*dout.stride()[:2]))
+    if leaves_parts(call):
+        rows.write_deltas()
+        add_parts(call, forward, gradients, strides)
+    else:
+        wanted = {"dq": wants_q, "dk": wants_k, "dv": wants_v}
+        unwanted = {name: None for name, is_wanted in wanted.items() if not is_wanted}
+        has_hopper = gradient_plan.unsupported(forward, dout) is None
+        on_hopper = gradient_plan.add_units if has_hopper else None
+        add_units(forward, gradients._replace(**unwanted), strides, rows, on_hopper)
+    if wants_sinks:
+        assert forward.sinks is not None
+        weight = (forward.sinks[:, None] - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+        dsinks.copy_(-(weight * rows.d).sum(1))
     return results

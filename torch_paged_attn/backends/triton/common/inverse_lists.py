@@ -19,7 +19,8 @@ class InverseLists(NamedTuple):
     `(G, entries)` are the entries' query rows and units, and `places` their places among the
     entries of all lists of the group, of which `counts` says which are in a list at all. Of each
     query row, `first_rows` is the row of k where its sequence's keys begin, and `lows` and `highs`
-    are the first and the last row that it sees. `lengths` is its Lk.
+    are the first and the last row that it sees. `lengths` is its Lk. A token that sees no key of a
+    unit is not among its tokens.
     """
 
     bounds: Tensor
@@ -53,8 +54,15 @@ class InverseLists(NamedTuple):
         if call.k_start is not None and size > 1:
             units = (units[..., None] * size + torch.arange(size, device=device)).flatten(2)
             counts, size = counts.repeat_interleave(size, 2), 1
-        counts &= units * size < lengths[:, None, None]
+        lows, highs = first_rows, first_rows + lengths - 1
+        if is_bound(call.window_right):
+            highs = torch.minimum(highs, first_rows + positions + call.window_right)
         first = first_rows[:, None, None]
+        row_of_unit = first + units * size
+        counts &= row_of_unit <= highs[:, None, None]
+        if is_bound(call.window_size_left):
+            lows = torch.maximum(lows, first_rows + positions - call.window_size_left)
+            counts &= row_of_unit + size > lows[:, None, None]
         number = first + units if size == 1 else first // size + b[:, None, None] + units
         ids = call.k.shape[0] // size + (0 if size == 1 else call.batch + 1)
         counts &= (number >= 0) & (number < ids)
@@ -66,11 +74,6 @@ class InverseLists(NamedTuple):
         searched = torch.arange(ids, device=device)[:, None] * (call.total_q + step) + runs
         searched = searched.expand(units.shape[1], -1, -1).flatten(1).contiguous()
         bounds = torch.searchsorted(ordered.long() * (call.total_q + step) + tokens, searched)
-        lows, highs = first_rows, first_rows + lengths - 1
-        if is_bound(call.window_size_left):
-            lows = torch.maximum(lows, first_rows + positions - call.window_size_left)
-        if is_bound(call.window_right):
-            highs = torch.minimum(highs, first_rows + positions + call.window_right)
         return cls(
             bounds.view(units.shape[1], ids, len(runs)),
             tokens,

@@ -16,6 +16,10 @@ ITEM_WORDS = tl.constexpr(8)
 Words = namedtuple("Words", "FIRST COUNT UNIT BATCH HEAD STOP IS_CUT")
 ITEM = Names(Words(*range(7)))
 
+# of a token's heads, in a backward: lse in base two (+inf for a row that sees nothing), D, and the
+# first and the last row of k that the token sees, as bits of int32
+ROW_FIELDS = tl.constexpr(4)
+
 
 class UnitLists(NamedTuple):
     """`entries` has the numbers of all entries that count, bucket by bucket, and `rows` their query

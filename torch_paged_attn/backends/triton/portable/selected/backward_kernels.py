@@ -5,7 +5,7 @@ A program of `_selected_dq_kernel` has one token and some heads, as the forward'
 `_selected_dkdv_kernel` has the keys of one unit, or some of them, and one KV head; it takes the
 tokens whose lists name the unit, in their order, so that the bits are the same every time. Where
 units are long and groups of heads small, this kernel leaves parts of dq, too, and
-`_add_query_parts_kernel` adds them up: tokens would read all of their keys for few rows.
+`token_rows.py` adds them up: tokens would read all of their keys for few rows.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.dequant import encode
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import (
     load_chunks,
@@ -34,10 +33,7 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     load_keys,
     load_queries,
 )
-from torch_paged_attn.backends.triton.portable.selected.part_rows import (
-    load_part,
-    put_part,
-)
+from torch_paged_attn.backends.triton.portable.selected.part_rows import put_part
 
 
 class SelectedGradients(NamedTuple):
@@ -195,39 +191,57 @@ def _selected_dq_kernel(
 
 
 @triton.jit
-def _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTIONS: tl.constexpr):
-    """BLOCK_M rows: entries of an inverse list from `i` on, times PACK heads of a KV head's group.
+def _tokens_of(i, stop, at, gradients, OPTIONS: tl.constexpr):
+    """The tokens of BLOCK_M rows: of entries of an inverse list from `i` on, times PACK heads of a
+    KV head's group. `at` is that of `_rows_of_tokens`."""
+    PACK: tl.constexpr = min(triton.next_power_of_2(OPTIONS.GROUP_SIZE), OPTIONS.BLOCK_M)
+    entry = i + tl.arange(0, OPTIONS.BLOCK_M) // PACK
+    return tl.load(gradients.tokens + at.entries + entry, mask=entry < stop, other=0)
+
+
+@triton.jit
+def _rows_of_tokens(
+    i, stop, token, head_tile, at, pointers, gradients, strides, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """BLOCK_M rows of `token`, which `_tokens_of` found, and of some heads of a KV head's group.
     `at`: entry 0 of the group's list, its KV head, sizes and further strides.
-    """
+
+    No load waits for another one: each listed token sees a key of the unit, so that its queries
+    and gradients are read whatever its lse is."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     PACK: tl.constexpr = min(triton.next_power_of_2(OPTIONS.GROUP_SIZE), BLOCK_M)
     r = tl.arange(0, BLOCK_M)
     entry, in_group = i + r // PACK, head_tile * PACK + r % PACK
     is_listed = (entry < stop) & (in_group < OPTIONS.GROUP_SIZE)
-    token = tl.load(gradients.tokens + at.entries + entry, mask=is_listed, other=0)
     head = at.kv_head * OPTIONS.GROUP_SIZE + tl.minimum(in_group, OPTIONS.GROUP_SIZE - 1)
     of_row = head.to(tl.int64) * at.total_q + token
-    lse = tl.load(gradients.lse + of_row, mask=is_listed, other=float("-inf"))
-    exists = is_listed & (lse > float("-inf"))
+    lse = tl.load(gradients.lse + of_row, mask=is_listed, other=0.0)
+    d = tl.load(gradients.d + of_row, mask=is_listed, other=0.0)
     offsets = token * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_chunks(
-        pointers.q, offsets, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
+        pointers.q, offsets, is_listed, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
         Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
     offsets = token * at.more.dout_token + head.to(tl.int64) * at.more.dout_head
     dout = load_chunks(
-        gradients.dout, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
+        gradients.dout, offsets, is_listed, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
         Q_FORMAT, type_of(OPTIONS.DTYPE),
     )  # fmt: skip
-    return named("q dout lse d exists low high entry in_group is_listed")(
+    low = 0
+    high = 0
+    if OPTIONS.HAS_LEFT or OPTIONS.SELECT_SIZE == 1:
+        low = tl.load(gradients.lows + token, mask=is_listed, other=0)
+    if OPTIONS.HAS_RIGHT or OPTIONS.SELECT_SIZE == 1:
+        high = tl.load(gradients.highs + token, mask=is_listed, other=-1)
+    sees = is_listed & (lse > float("-inf"))
+    return named("q dout lse d low high entry in_group is_listed")(
         q=q,
         dout=dout,
-        lse=tl.where(exists, lse, 0.0),
-        d=tl.load(gradients.d + of_row, mask=exists, other=0.0),
-        exists=exists,
-        low=tl.load(gradients.lows + token, mask=exists, other=0),
-        high=tl.load(gradients.highs + token, mask=exists, other=-1),
+        lse=tl.where(sees, lse, float("inf")),
+        d=d,
+        low=low,
+        high=high,
         entry=entry,
         in_group=in_group,
         is_listed=is_listed,
@@ -312,17 +326,26 @@ def _selected_dkdv_kernel(
             k = (_or_zero(k[0]), _or_zero(k[1]) if OPTIONS.K_HIGH > 0 else 0.0)
         dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
         dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+        token = _tokens_of(begin, stop, at, gradients, OPTIONS)
         for i in tl.range(begin, stop, BLOCK_M // PACK):
+            # on their way while these are multiplied
+            next_token = _tokens_of(i + BLOCK_M // PACK, stop, at, gradients, OPTIONS)
             for head_tile in tl.static_range(HEAD_TILES):
-                x = _rows_of_tokens(i, stop, head_tile, at, pointers, gradients, strides, OPTIONS)
-                # overlapping sequences number a row's key differently
-                is_seen = is_key[:, None] & (row[:, None] <= x.high[None, :])
-                is_seen = is_seen & (row[:, None] >= x.low[None, :])
+                x = _rows_of_tokens(
+                    i, stop, token, head_tile, at, pointers, gradients, strides, OPTIONS
+                )
+                is_seen = is_key[:, None] & x.is_listed[None, :]
+                # overlapping sequences, of single keys, number a row's key differently
+                if OPTIONS.HAS_RIGHT or OPTIONS.SELECT_SIZE == 1:
+                    is_seen = is_seen & (row[:, None] <= x.high[None, :])
+                if OPTIONS.HAS_LEFT or OPTIONS.SELECT_SIZE == 1:
+                    is_seen = is_seen & (row[:, None] >= x.low[None, :])
                 p, ds = gradients_by_key(k, v, x.q, x.dout, x.lse, x.d, is_seen, scalars, OPTIONS)
                 dv = add_chunk_products(dv, p, x.dout, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
                 dk = add_chunk_products(dk, ds, x.q, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
                 if gradients.parts_q is not None:
                     _put_query_part(ds, k, x, at, gradients, OPTIONS)
+            token = next_token
         dk = (dk[0] * scalars.scale, dk[1] * scalars.scale)
         heads: tl.constexpr = OPTIONS.NUM_HEADS // OPTIONS.GROUP_SIZE
         row = row * heads + kv_head
@@ -336,32 +359,3 @@ def _selected_dkdv_kernel(
                 gradients.dv, dv, row, is_key, gradients.are_sums, OPTIONS.V_LOW, OPTIONS.V_HIGH,
                 OPTIONS.HEAD_DIM_V, K_FORMAT,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("first_row", "step", "entries", "listed", "own_lists"))
-def _add_query_parts_kernel(
-    gradients, counts_ptr, first_row, step, entries, listed, own_lists, scale,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    CUTS: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """dq of a token and ROWS heads of a KV head's group: the sum of the parts of its entries, in
-    their order. own_lists: 0 if all KV heads share lists, else 1."""
-    local, kv_head = tl.program_id(0), tl.program_id(1)
-    in_group = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    is_head = in_group < GROUP_SIZE
-    token = (first_row + local).to(tl.int64)
-    counts_ptr += (kv_head * own_lists).to(tl.int64) * listed + token * entries
-    first = (kv_head.to(tl.int64) * step + local) * entries
-    dq = tl.zeros([ROWS, WIDTH], tl.float32)
-    for e in tl.range(0, entries, loop_unroll_factor=4):
-        is_part = tl.load(counts_ptr + e) != 0
-        for cut in tl.static_range(CUTS):
-            row = ((first + e) * CUTS + cut) * GROUP_SIZE + in_group
-            dq += load_part(
-                gradients.parts_q, gradients.scale_q, row, is_head & is_part, 0, HEAD_DIM, WIDTH
-            )
-    row = (token * tl.num_programs(1) + kv_head) * GROUP_SIZE + in_group
-    d = tl.arange(0, WIDTH)
-    stored = encode(dq * scale, gradients.dq.dtype.element_ty, FORMAT)
-    mask = is_head[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(gradients.dq + row[:, None] * HEAD_DIM + d[None, :], stored, mask=mask)

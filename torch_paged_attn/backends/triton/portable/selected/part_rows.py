@@ -71,11 +71,11 @@ def load_part(
     ptr, scale_ptr, at, exists, block, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """WIDTH columns, block number `block` of these, of the rows `at` of parts, in float32; 0 where
-    they do not exist. WIDTH is COLUMNS, or covers DIM."""
+    they do not exist. A row has a scale for each block."""
     d = block * WIDTH + tl.arange(0, WIDTH)
     mask = exists[:, None] & (d < DIM)[None, :]
     part = tl.load(ptr + at[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if scale_ptr is not None:
-        of_row: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
+        of_row: tl.constexpr = (DIM + WIDTH - 1) // WIDTH
         part = part * tl.load(scale_ptr + at * of_row + block, mask=exists, other=0.0)[:, None]
     return part

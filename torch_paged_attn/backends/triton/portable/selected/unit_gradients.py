@@ -1,49 +1,59 @@
 """The backward of `selected_attention` for lists of units of keys (`backward_kernels.py`)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
+from torch_paged_attn.backends.triton.common.dequant import as_stored
 from torch_paged_attn.backends.triton.common.inverse_lists import InverseLists
+from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
     GradientStrides,
     SelectedGradients,
     UnitSizes,
-    _add_query_parts_kernel,
     _selected_dkdv_kernel,
     _selected_dq_kernel,
 )
 from torch_paged_attn.backends.triton.portable.selected.part_rows import part_dtype, scales_of
+from torch_paged_attn.backends.triton.portable.selected.token_rows import (
+    DqParts,
+    TokenRows,
+)
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, target_of
 
 # bytes of parts of dq: calls with more are done some tokens at a time
 MOST_BYTES = 2**31
-# numbers of a part that a program adds up at a time
-AT_ONCE = 2048
 
 
 def add_units(
-    call: AttentionCall, gradients: SelectedGradients, more_strides: GradientStrides
+    call: AttentionCall,
+    gradients: SelectedGradients,
+    more_strides: GradientStrides,
+    rows: TokenRows,
+    on_hopper: Callable[..., None] | None = None,
 ) -> None:
-    """Write dq, dk and dv, as far as `gradients` has them; dk and dv as they are."""
+    """Write D, and dq, dk and dv, as far as `gradients` has them; these as they are. on_hopper: the
+    kernel that visits units in place of the portable one, if it has the call."""
     target = target_of(call.q.device)
     has_keys = call.k.shape[0] > 0 and (gradients.dk is not None or gradients.dv is not None)
     leaves_parts = (
         has_keys and gradients.dq is not None and selected.leaves_query_parts(call, target)
     )
-    if gradients.dq is not None and not leaves_parts:
-        _write_dq(call, gradients, more_strides)
+    if not leaves_parts:
+        rows.write_deltas()
+        if gradients.dq is not None:
+            _write_dq(call, gradients, more_strides)
     for x in (gradients.dk, gradients.dv):
         if x is not None:
             x.zero_()  # the gradients of units that no list names
     if has_keys:
-        _visit_units(call, gradients, more_strides, leaves_parts)
+        _visit_units(call, gradients, more_strides, rows, leaves_parts, on_hopper)
 
 
 def _launched(call: AttentionCall, config: selected.SelectedConfig) -> dict[str, Any]:
@@ -76,7 +86,9 @@ def _visit_units(
     call: AttentionCall,
     gradients: SelectedGradients,
     more_strides: GradientStrides,
+    rows: TokenRows,
     leaves_parts: bool,
+    on_hopper: Callable[..., None] | None,
 ) -> None:
     """dk and dv, added to what is there, and dq by its parts if the units leave these."""
     selection, target = call.lists, target_of(call.q.device)
@@ -84,6 +96,11 @@ def _visit_units(
     options = selected.options_of(call, target, config, False, by_key=True)
     # a row of a part has one scale, if it is in one chunk
     dtype = torch.float32 if options.K_HIGH else part_dtype(call, options.DTYPE)
+    # a kernel that writes dk and dv, and parts in float16
+    if not leaves_parts or gradients.dk is None or gradients.dv is None:
+        on_hopper = None
+    if on_hopper is not None:
+        dtype = torch.float16
     entries, heads = selection.key_indices.shape[2], call.num_kv_heads
     cuts = cdiv(selection.select_size, config.BLOCK_N)
     of_token = call.num_heads * entries * cuts * call.head_dim * dtype.itemsize
@@ -98,8 +115,20 @@ def _visit_units(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=call.q.device)
 
-    parts = call.num_heads * step * entries * cuts
-    is_scaled = leaves_parts and dtype == torch.float16
+    statistics: tuple[Tensor | None, ...] = None, None, None
+    if leaves_parts:
+        assert gradients.dq is not None
+        blocks = 2 if on_hopper else scales_of(call.head_dim)
+        parts = call.num_heads * step * entries * cuts
+        scales = new(parts, blocks) if dtype == torch.float16 else None
+        of_dq = DqParts(new(parts, call.head_dim, dtype=dtype), scales, lists.counts, gradients.dq)
+        rows = dataclasses.replace(
+            rows, parts=of_dq, blocks=blocks, cuts=cuts, step=step, is_by_lane=on_hopper is not None
+        )
+        if on_hopper is not None:
+            fields = new(call.total_q, heads, ROW_FIELDS.value, call.group_size)
+            statistics = fields, lists.lows, lists.highs
+        rows.write_deltas(*statistics)
     inverse = {name: x for name, x in lists._asdict().items() if name in gradients._fields}
     results = [gradients.dk, gradients.dv]
     sums = results
@@ -110,8 +139,8 @@ def _visit_units(
         dq=None,
         dk=_stored(sums[0], target),
         dv=_stored(sums[1], target),
-        parts_q=new(parts, call.head_dim, dtype=dtype) if leaves_parts else None,
-        scale_q=new(parts, scales_of(call.head_dim)) if is_scaled else None,
+        parts_q=of_dq.rows if leaves_parts else None,
+        scale_q=of_dq.scales if leaves_parts else None,
         are_sums=lists.bounds if runs > 1 else None,
     )
     listed, units = lists.tokens.shape[1], lists.bounds.shape[1]
@@ -120,49 +149,22 @@ def _visit_units(
         sizes = UnitSizes(
             call.total_q, call.k.shape[0], listed, units, runs, run, first * entries, step * entries
         )
-        Launch(
-            _selected_dkdv_kernel,
-            (units, heads, cuts),
-            **sizes._asdict(),
-            more_strides=more_strides,
-            OPTIONS=options,
-            **_launched(call, config),
-        )(selected.pointers_of(call, target), given)
+        if on_hopper is not None:
+            on_hopper(call, rows.dout, statistics[0], lists, given, sizes)
+        else:
+            Launch(
+                _selected_dkdv_kernel,
+                (units, heads, cuts),
+                **sizes._asdict(),
+                more_strides=more_strides,
+                OPTIONS=options,
+                **_launched(call, config),
+            )(selected.pointers_of(call, target), given)
         if leaves_parts:
-            _add_query_parts(call, given._replace(dq=gradients.dq), lists, first, step, cuts)
+            rows.add_parts(first, statistics)
     for x, total in zip(results, sums, strict=True):
         if x is not None and total is not x:
             x.copy_(total)
-
-
-def _add_query_parts(
-    call: AttentionCall,
-    gradients: SelectedGradients,
-    lists: InverseLists,
-    first: int,
-    step: int,
-    cuts: int,
-) -> None:
-    """dq of `step` tokens from query row `first` on, as far as there are some."""
-    width = next_power_of_2(call.head_dim)
-    rows = min(next_power_of_2(call.group_size), max(AT_ONCE // width, 1))
-    Launch(
-        _add_query_parts_kernel,
-        (min(step, call.total_q - first), call.num_kv_heads, cdiv(call.group_size, rows)),
-        first_row=first,
-        step=step,
-        entries=call.lists.key_indices.shape[2],
-        listed=lists.tokens.shape[1],
-        own_lists=int(call.lists.key_indices.shape[1] > 1),
-        scale=float(call.scale),
-        GROUP_SIZE=call.group_size,
-        HEAD_DIM=call.head_dim,
-        ROWS=rows,
-        WIDTH=width,
-        CUTS=cuts,
-        FORMAT=stored_format(call.q.dtype, target_of(call.q.device)),
-        num_warps=4,
-    )(gradients, lists.counts)
 
 
 def _stored(x: Tensor | None, target: Target) -> Tensor | None:
