@@ -37,6 +37,7 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
 )
 from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers, new_pipeline
 from torch_paged_attn.backends.triton.hopper.common.results import seen_as
+from torch_paged_attn.backends.triton.hopper.common.softmax import row_max
 from torch_paged_attn.backends.triton.hopper.common.tma import (
     ROW_BOUND,
     async_load,
@@ -48,7 +49,7 @@ from torch_paged_attn.backends.triton.hopper.units.gradient_arguments import (
     UnitGradientParams,
     UnitGradientSizes,
 )
-from torch_paged_attn.backends.triton.hopper.units.kernel import HIGHEST, _by_lane, _row_max
+from torch_paged_attn.backends.triton.hopper.units.kernel import HIGHEST, _by_lane
 
 
 class GradientPipelines(NamedTuple):
@@ -230,7 +231,7 @@ def _leave(dq, n, entries, count, head, params, OPTIONS: gl.constexpr, INDEX: gl
     place = gl.load(pointers.places + entries + entry, mask=exists, other=0)
     place += head.to(gl.int64) * sizes.head_places - sizes.first_place
     at = place * GROUP_SIZE + r % GROUP_SIZE
-    largest = gl.convert_layout(_row_max(gl.abs(dq)), rows, True)
+    largest = gl.convert_layout(row_max(gl.abs(dq)), rows, True)
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
     exponent = HIGHEST - 1 - gl.maximum(exponent, -100)
     up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
