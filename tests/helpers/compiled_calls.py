@@ -460,20 +460,21 @@ SELECTED_TRAINING = {
     p.name: p
     for p in (
         Problem(
-            f"selected/{name}/bf16",
+            f"selected/{name}/{'f16' if dtype == torch.float16 else 'bf16'}",
             ((100, 300),),
             heads,
             kv_heads,
             dim,
             dim_v,
-            dtype=bf16,
+            dtype=dtype,
             selected=selected,
         )
-        for name, heads, kv_heads, dim, dim_v, selected in (
-            ("single_keys", 32, 1, 128, None, Selected(64)),
-            ("single_latents", 16, 1, 576, 512, Selected(64)),
-            ("m3_training", 64, 4, 128, None, Selected(3, 128, "kv", own=True)),
-            ("groups_of_4", 16, 4, 128, None, Selected(3, 128, "kv", own=True)),
+        for name, heads, kv_heads, dim, dim_v, selected, dtype in (
+            ("single_keys", 32, 1, 128, None, Selected(64), bf16),
+            ("single_latents", 16, 1, 576, 512, Selected(64), bf16),
+            ("m3_training", 64, 4, 128, None, Selected(3, 128, "kv", own=True), bf16),
+            ("m3_training", 64, 4, 128, None, Selected(3, 128, "kv", own=True), torch.float16),
+            ("groups_of_4", 16, 4, 128, None, Selected(3, 128, "kv", own=True), bf16),
         )
     )
 }

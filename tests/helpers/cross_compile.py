@@ -83,6 +83,7 @@ KNOWN = {
     ("gfx1201", "backward/selected/single_latents/bf16"): 2432,
     ("gfx1100", "backward/selected/single_keys/bf16"): 1152,
     ("gfx1100", "backward/selected/m3_training/bf16"): 64,
+    ("gfx1100", "backward/selected/m3_training/f16"): 320,
     ("gfx1100", "backward/selected/groups_of_4/bf16"): 384,
     ("gfx1100", "backward/nsa/selected_blocks/f16"): 768,
     ("sm90", "d128/guessed_wide/bf16"): 192,
@@ -92,6 +93,7 @@ KNOWN = {
     ("sm90", "d128/prefill_bias/bf16"): 1184,
     # tiles of 64 keys, which spill nothing, leave twice as many parts: 7.5 ms for M3, not 4.2
     ("sm90", "backward/selected/groups_of_4/bf16"): 192,
+    ("sm90", "backward/selected/m3_training/f16"): 128,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,

@@ -42,7 +42,8 @@ PROBLEMS = {
 
 def by_formula(call, dout, statistics, lists, gradients, sizes):
     """What `gradient_plan.add_units` writes."""
-    size, dim, heads = lists.select_size, call.head_dim, torch.arange(call.group_size)
+    size, dim, device = lists.select_size, call.head_dim, call.q.device
+    heads = torch.arange(call.group_size, device=device)
     # an interpreter has bfloat16 as bits
     bits = {torch.int16: torch.bfloat16}
     dk, dv = (x.view(bits.get(x.dtype, x.dtype)) for x in (gradients.dk, gradients.dv))
@@ -58,7 +59,7 @@ def by_formula(call, dout, statistics, lists, gradients, sizes):
             first = int(lists.units[group, entries][0]) * size
             row = int(lists.first_rows[tokens[0]]) + first
             count = min(size, int(lists.lengths[tokens[0]]) - first, len(call.k) - row)
-            rows = torch.arange(row, row + count)
+            rows = torch.arange(row, row + count, device=device)
             k, v = (x[rows, head].float().nan_to_num(0.0, 0.0, 0.0) for x in (call.k, call.v))
             q, do = (x[tokens, own].float() for x in (call.q, dout))
             lse, d, *ends = statistics[tokens, head].unbind(1)

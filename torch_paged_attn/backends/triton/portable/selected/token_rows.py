@@ -76,7 +76,7 @@ class RowOptions(NamedTuple):
     ROWS: int  # heads of a program
     WIDTH: int  # columns of dq that a program has
     BLOCKS: int  # of so many columns
-    CUTS: int  # parts of an entry
+    CUTS: int  # parts of an entry; 0: there are no parts
     IS_BY_LANE: bool  # of 32 columns, parts have the order (lane, eight, pair)
     FORMAT: str  # of dout and out
     FORMAT_DQ: str
@@ -164,7 +164,7 @@ def _token_rows_kernel(
     if is_after == 0:
         in_group = tile * OPTIONS.ROWS + r
         _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS)
-    elif parts is not None:
+    elif OPTIONS.CUTS > 0:
         in_group = tile // OPTIONS.BLOCKS * OPTIONS.ROWS + r
         sizes = named("step entries listed own_lists")(step, entries, listed, own_lists)
         block = tile % OPTIONS.BLOCKS
@@ -240,7 +240,7 @@ class TokenRows:
                 ROWS=rows,
                 WIDTH=width,
                 BLOCKS=self.blocks,
-                CUTS=self.cuts,
+                CUTS=0 if self.parts is None else self.cuts,
                 IS_BY_LANE=self.is_by_lane,
                 FORMAT=format_,
                 FORMAT_DQ=stored_format(forward.q.dtype, target),
