@@ -356,6 +356,22 @@ EXTENDED = {
             descale="columns",
             softmax_scale=0.0722,
         ),
+        # the same with two latents a byte
+        Problem(
+            "deepseek_mla/latent_columns_int4/bf16",
+            ((1, 200), (2, 64), (33, 0)),
+            16,
+            1,
+            64,
+            512,
+            dtype=bf16,
+            v_dtype=torch.uint8,
+            page_size=16,
+            cache_layout="rows",
+            latent=True,
+            descale="columns",
+            softmax_scale=0.0722,
+        ),
         Problem(
             "latent/columns/f32",
             MIXED,
