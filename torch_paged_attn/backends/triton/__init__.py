@@ -26,7 +26,7 @@ class Triton(Backend):
         *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
         *("key_ranks", "key_rank", "key_interleave"),
         *(f"{x} but of selected" for x in (*TOKEN_SCALES, *INT4)),
-        # a drawn call over int4 latents by column was wrong on an H200
+        # without int4: one drawn call was wrong on an H200, and right in the interpreter
         "v_descale by column",
     )
     supports_in_backward = (

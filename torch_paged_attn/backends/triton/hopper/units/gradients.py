@@ -49,7 +49,7 @@ from torch_paged_attn.backends.triton.hopper.units.gradient_arguments import (
     UnitGradientParams,
     UnitGradientSizes,
 )
-from torch_paged_attn.backends.triton.hopper.units.kernel import HIGHEST, _by_lane
+from torch_paged_attn.backends.triton.hopper.units.kernel import HIGHEST, by_lane
 
 
 class GradientPipelines(NamedTuple):
@@ -95,7 +95,7 @@ def _unit_of(params, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _tokens_of(tile, entries, count, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """The query rows that producer number INDEX loads for a tile, and whether each is one."""
+    """The query rows that producer number INDEX loads for a tile; past the last token, its row."""
     OWN: gl.constexpr = OPTIONS.TOKENS // OPTIONS.PRODUCERS
     rows = ()
     for i in gl.static_range(OWN):
@@ -237,7 +237,7 @@ def _leave(dq, n, entries, count, head, params, OPTIONS: gl.constexpr, INDEX: gl
     up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
     down = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
     gl.store(pointers.part_scales + at * OPTIONS.CONSUMERS + INDEX, down, mask=exists)
-    part = _by_lane((dq * gl.expand_dims(up, 1)).to(gl.float16))
+    part = by_lane((dq * gl.expand_dims(up, 1)).to(gl.float16))
     lanes: gl.constexpr = part.type.layout
     to = gl.convert_layout(at, gl.SliceLayout(1, lanes)) * OPTIONS.WIDTH + INDEX * COLUMNS
     is_stored = gl.convert_layout(exists, gl.SliceLayout(1, lanes))

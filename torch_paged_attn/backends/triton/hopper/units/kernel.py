@@ -186,7 +186,7 @@ def _lanes(columns):
 
 
 @gluon.jit
-def _by_lane(acc):
+def by_lane(acc):
     """A part in the order in which its lanes store it: of 32 columns, each of four lanes has 8."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -265,7 +265,7 @@ def _consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             share = gl.where(total > 0.0, down / total, 0.0)
             gl.store(pointers.part_scale + at, share, mask=exists)
             up = gl.convert_layout(up, gl.SliceLayout(1, result), True)
-            part = _by_lane((acc * gl.expand_dims(up, 1)).to(gl.float16))
+            part = by_lane((acc * gl.expand_dims(up, 1)).to(gl.float16))
             lanes: gl.constexpr = part.type.layout
             to = gl.convert_layout(at, gl.SliceLayout(1, lanes)) * WIDTH_V
             is_stored = gl.convert_layout(exists, gl.SliceLayout(1, lanes))
