@@ -124,7 +124,8 @@ void clear(BackwardPlan& plan) {
 
 }  // namespace
 
-void make_backward_plan_of_lists(const Attention& a, int64_t total_k, BackwardPlan& plan) {
+void make_backward_plan_of_lists(const Backward& backward, int64_t total_k, BackwardPlan& plan) {
+  const Attention& a = backward.forward;
   constexpr int64_t MANY_TASKS = 64, TOKENS = 8, MOST_SUMS = 1 << 22;
   clear(plan);
   plan.rows = a.group_size;
@@ -134,7 +135,8 @@ void make_backward_plan_of_lists(const Attention& a, int64_t total_k, BackwardPl
   const int64_t size = std::min(std::max<int64_t>(KEY_TILE, (total_k + pieces - 1) / pieces), most);
   plan.listed_rows = std::min(size, total_k);
   BackwardTask task = {};
-  for (int64_t row = 0; row < total_k; row += size)
+  const bool wants_keys = backward.dk || backward.dv;
+  for (int64_t row = 0; wants_keys && row < total_k; row += size)
     for (int64_t h = 0; h < a.num_kv_heads; ++h) {
       task.kv_head = int32_t(h);
       task.rows_begin = row;
@@ -148,7 +150,7 @@ void make_backward_plan_of_lists(const Attention& a, int64_t total_k, BackwardPl
     plan.cost += s.q_len * keys * a.num_heads * (a.head_dim + a.head_dim_v);
     plan.sequences.push_back({});
     task.sequence = int32_t(b);
-    for (int64_t token = 0; token < s.q_len; token += TOKENS)
+    for (int64_t token = 0; backward.dq && token < s.q_len; token += TOKENS)
       for (int64_t h = 0; h < a.num_kv_heads; ++h) {
         task.kv_head = int32_t(h);
         task.token_begin = int32_t(token);

@@ -185,7 +185,7 @@ void backward(const char* op, Form form, StableIValue* stack, uint64_t num_args)
   const int64_t threads = torch::stable::get_num_threads();
   static thread_local BackwardPlan plan;
   if (form == Form::lists)
-    make_backward_plan_of_lists(a, total_k, plan);
+    make_backward_plan_of_lists(b, total_k, plan);
   else
     make_backward_plan(a, threads, shared_bias, plan);
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;

@@ -147,6 +147,22 @@ def test_selected_gradients_agree(case, runner):
 
 
 @pytest.mark.gradients
+@over_training(lambda p: p.name.startswith("selected/training"))
+def test_selected_gradients_asked_for(case, runner):
+    """Each alone is right; the others are empty."""
+    call = build(case)
+    out, lse = runner.attend(call)
+    given = *hostile_gradients(call, out, lse), out, lse
+    alone = []
+    for i in range(5):
+        mask = tuple(i == j for j in range(5))
+        found = runner.gradients(call, *given, output_mask=mask)
+        alone.append(found[i])
+        assert all(x.shape == (0,) for x in (*found[:i], *found[i + 1 :]))
+    assert_accurate_gradients(alone, gradients_truth(case.name))
+
+
+@pytest.mark.gradients
 @over_training(lambda p: p.k_ranges == "" and p.name.startswith("selected/training"))
 def test_selected_gradients_unseen_memory(case, runner):
     """Keys that no list names are NaN, and their gradients 0."""

@@ -4,14 +4,21 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 from same_bits import assert_same_bits
 from served import BACKEND, HAS
 from unselected import unselected
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.selected_checks import selected_keys
-from torch_paged_attn.testing import assert_accurate, assert_accurate_gradients, build
+from torch_paged_attn.testing import (
+    Problem,
+    Selected,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
 from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import selected_problems
 
@@ -49,13 +56,24 @@ def test_selected_bits_depend_on_no_other_sequence_and_no_unseen_key(problem):
     assert_same_bits(call.run(), (out, lse))
 
 
-@given(selected_problems(trains=True))
-def test_selected_gradients_agree_with_the_reference(problem):
+masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
+PLAIN = Problem("plain", ((2, 12), (0, 4), (3, 0)), 8, 2, 24, 16, selected=Selected(5, 1, "kv"))
+
+
+@given(selected_problems(trains=True), masks)
+@example(PLAIN, (False, True, False, False, False))
+def test_selected_gradients_agree_with_the_reference(problem, mask):
+    """All of them, and some, of which the others are empty."""
     call = build(problem)
     out, lse = call.run()
-    dout, dlse = hostile_gradients(call, out, lse)
-    found = call.backward(dout, dlse, out, lse).run()
-    assert_accurate_gradients(found, call.gradients(dout, dlse))
+    gradients = hostile_gradients(call, out, lse)
+    every = call.backward(*gradients, out, lse).run()
+    some = call.backward(*gradients, out, lse, output_mask=mask).run()
+    truth = call.gradients(*gradients)
+    assert_accurate_gradients(every, truth)
+    asked = [x if wanted else y for wanted, x, y in zip(mask, some, every, strict=True)]
+    assert_accurate_gradients(asked, truth)
+    assert all(wanted or x.shape == (0,) for wanted, x in zip(mask, some, strict=True))
 
 
 @pytest.mark.skipif(BACKEND.name != "cpu", reason="accelerators read no values")
