@@ -5,12 +5,13 @@ import dataclasses
 
 import pytest
 import torch
+from planned_anew import planned_anew
 
 from torch_paged_attn import reference
-from torch_paged_attn.backends.triton import selected_attention_backward as backward
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected import parts as selected_parts
 from torch_paged_attn.backends.triton.portable.selected import unit_gradients
+from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.testing import Problem, Selected, assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
 
@@ -29,7 +30,7 @@ def test_pieces(device, monkeypatch):
 
     def gradients(*wanted: bool) -> list[torch.Tensor]:
         asked = call.backward(*given, out, lse, output_mask=(*wanted, False, False)).to(device)
-        return [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+        return planned_anew(asked)
 
     whole = gradients(True, True, True)
     assert_accurate_gradients(whole, call.gradients(*given))
@@ -52,7 +53,7 @@ def test_parts_in_float16(device, monkeypatch):
     out, lse = reference.selected_attention(**call.args)
     given = hostile_gradients(call, out, lse)
     asked = call.backward(*given, out, lse).to(device)
-    found = [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+    found = planned_anew(asked)
     assert_accurate_gradients(found, call.gradients(*given))
 
 
@@ -74,7 +75,7 @@ def test_parts_of_units(size, dtype, device, monkeypatch):
     truth = call.gradients(*given)
     for most in (2**31, 10 * 3 * 24 * 8 * size):
         monkeypatch.setattr(unit_gradients, "MOST_BYTES", most)
-        found = [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
+        found = planned_anew(asked)
         assert_accurate_gradients(found, truth)
 
 
@@ -82,4 +83,4 @@ def test_only_lists_of_single_keys_leave_parts(device):
     call = build(dataclasses.replace(PROBLEM, selected=Selected(2, 8, "kv")))
     out, lse = reference.selected_attention(**call.args)
     asked = call.backward(*hostile_gradients(call, out, lse), out, lse)
-    assert not selected_parts.leaves_parts(backward.BackwardCall.selected_attention(**asked.args))
+    assert not selected_parts.leaves_parts(BackwardCall.selected_attention(**asked.args))

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+from planned_anew import planned_anew
 
 from torch_paged_attn import reference
-from torch_paged_attn.backends.triton import selected_attention_backward as backward
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.hopper.units import gradient_plan
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
@@ -40,40 +40,43 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-def by_formula(call, dout, statistics, lists, gradients, sizes):
-    """What `gradient_plan.add_units` writes."""
-    size, dim, device = lists.select_size, call.head_dim, call.q.device
+def by_formula(call, sizes, given, statistics, gradients):
+    """What the function writes that `gradient_plan.plan_units` makes; sizes: of the run."""
+    size, dim, device = call.lists.select_size, call.head_dim, call.q.device
     heads = torch.arange(call.group_size, device=device)
     # an interpreter has bfloat16 as bits
     bits = {torch.int16: torch.bfloat16}
-    dk, dv = (x.view(bits.get(x.dtype, x.dtype)) for x in (gradients.dk, gradients.dv))
-    dout = dout.view(call.q.dtype)
+    dk, dv, q, k, v, dout = (
+        x.view(bits.get(x.dtype, x.dtype))
+        for x in (gradients.dk, gradients.dv, given.q, given.k, given.v, gradients.dout)
+    )
     for head in range(call.num_kv_heads):
         group = head if call.lists.key_indices.shape[1] > 1 else 0
         own = slice(head * call.group_size, (head + 1) * call.group_size)
-        for bounds in lists.bounds[group, :, sizes.run : sizes.run + 2].tolist():
-            entries = slice(*bounds)
-            tokens = lists.tokens[group, entries]
+        for unit in range(sizes.units):
+            at = unit * sizes.runs + sizes.run
+            entries = slice(*gradients.bounds[group, at : at + 2].tolist())
+            tokens = gradients.tokens[group, entries]
             if len(tokens) == 0:
                 continue
-            first = int(lists.units[group, entries][0]) * size
-            row = int(lists.first_rows[tokens[0]]) + first
-            count = min(size, int(lists.lengths[tokens[0]]) - first, len(call.k) - row)
+            first = (unit - int(gradients.first_units[tokens[0]])) * size
+            row = int(gradients.first_rows[tokens[0]]) + first
+            count = min(size, int(gradients.lengths[tokens[0]]) - first, len(k) - row)
             rows = torch.arange(row, row + count, device=device)
-            k, v = (x[rows, head].float().nan_to_num(0.0, 0.0, 0.0) for x in (call.k, call.v))
-            q, do = (x[tokens, own].float() for x in (call.q, dout))
+            keys, values = (x[rows, head].float().nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
+            queries, do = (x[tokens, own].float() for x in (q, dout))
             lse, d, *ends = statistics[tokens, head].unbind(1)
             low, high = (x.contiguous().view(torch.int32)[..., None] for x in ends)
-            p = torch.exp2(q @ k.T * (call.scale * LOG2E.value) - lse[..., None])
+            p = torch.exp2(queries @ keys.T * (call.scale * LOG2E.value) - lse[..., None])
             p = torch.where((rows >= low) & (rows <= high), p, 0.0)
-            ds = p * (do @ v.T - d[..., None])
+            ds = p * (do @ values.T - d[..., None])
             dv[rows, head] += torch.einsum("nhk,nhd->kd", p, do).to(dv.dtype)
-            dk[rows, head] += (torch.einsum("nhk,nhd->kd", ds, q) * call.scale).to(dk.dtype)
-            part = (ds @ k).unflatten(-1, (2, dim // 2))
+            dk[rows, head] += (torch.einsum("nhk,nhd->kd", ds, queries) * call.scale).to(dk.dtype)
+            part = (ds @ keys).unflatten(-1, (2, dim // 2))
             scale = part.abs().amax(-1).clamp(min=2.0**-60).log2().floor().exp2()
             part = (part / scale[..., None]).flatten(-2).unflatten(-1, (dim // 32, 4, 4, 2))
-            places = lists.places[group, entries] + head * sizes.head_places - sizes.first_place
-            at = (places[:, None] * call.group_size + heads).flatten()
+            places = gradients.places[group, entries] + head * sizes.head_places
+            at = ((places - sizes.first_place)[:, None] * call.group_size + heads).flatten()
             gradients.parts_q[at] = part.transpose(-3, -2).reshape(-1, dim).half()
             gradients.scale_q[at] = scale.reshape(-1, 2)
 
@@ -86,11 +89,14 @@ def test_what_a_kernel_gets_and_leaves(heads, device, monkeypatch):
     monkeypatch.setattr(gradient_plan, "unsupported", lambda call, dout: None)
     visits = []
 
-    def add_units(*args):
-        visits.append(args)
-        by_formula(*args)
+    def plan_units(call, sizes):
+        def add(run, *tensors):
+            visits.append(run)
+            by_formula(call.forward, sizes[run], *tensors)
 
-    monkeypatch.setattr(gradient_plan, "add_units", add_units)
+        return add
+
+    monkeypatch.setattr(gradient_plan, "plan_units", plan_units)
     problem = Problem(
         "units", ((5, 70), (0, 4), (20, 30)), 8, 2, 64, dtype=bf16, padding_rows=1,
         window_size_left=60, selected=Selected(3, 32, heads, holes=0.2),
@@ -101,12 +107,11 @@ def test_what_a_kernel_gets_and_leaves(heads, device, monkeypatch):
     asked, truth = call.backward(*given, out, lse).to(device), call.gradients(*given)
     for most in (2**31, 8 * 3 * 64 * 2 * 10):  # all tokens at a time, and ten
         monkeypatch.setattr(unit_gradients, "MOST_BYTES", most)
-        found = [x.cpu() for x in backward.selected_attention_backward(**asked.args)]
-        assert_accurate_gradients(found, truth)
-    assert len(visits) == 1 + 3
+        assert_accurate_gradients(planned_anew(asked), truth)
+    assert visits == [0, 0, 1, 2]
     visits.clear()
-    asked = call.backward(*given, out, lse, output_mask=(True, False, True, False, False))
-    backward.selected_attention_backward(**asked.to(device).args)
+    some = call.backward(*given, out, lse, output_mask=(True, False, True, False, False))
+    planned_anew(some.to(device))
     assert not visits  # the kernel has no form that leaves a gradient out
 
 
@@ -146,6 +151,6 @@ def test_results(name, most, monkeypatch):
     out, lse = reference.selected_attention(**call.args)
     given = hostile_gradients(call, out, lse)
     asked = call.backward(*given, out, lse).to("cuda")
-    found, again = (backward.selected_attention_backward(**asked.args) for _ in range(2))
-    assert_accurate_gradients([x.cpu() for x in found], call.gradients(*given))
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    found = planned_anew(asked)
+    assert_accurate_gradients(found, call.gradients(*given))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(found, asked.run(), strict=True))

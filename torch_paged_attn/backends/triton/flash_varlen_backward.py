@@ -22,12 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class BackwardOp:
-    """The backward of an attention operator, called with the arguments of its schema. Plans do not
-    depend on the two hints.
+    """The backward of an attention operator, called with the arguments of its schema. Plans, which
+    `plan` makes of checked calls, do not depend on the two hints. kind: what else they depend on.
     """
 
-    def __init__(self, forward: str, check: Callable[..., None]) -> None:
-        self._name, self._check = f"{forward}_backward", check
+    def __init__(
+        self,
+        forward: str,
+        check: Callable[..., None],
+        plan: Callable[[BackwardCall], Plan],
+        kind: str | None = None,
+    ) -> None:
+        self._name, self._check, self._plan_checked = f"{forward}_backward", check, plan
+        self._key = f"{self._name}, {kind}" if kind else self._name
         listed = [x for x in arguments(self._name) if not x.keyword_only]
         self._call_of: Callable[..., BackwardCall] = getattr(BackwardCall, forward)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
@@ -44,7 +51,7 @@ class BackwardOp:
         options["output_mask"] = tuple(options.get("output_mask", (True,) * 5))
         is_strict = torch.are_deterministic_algorithms_enabled()
         options["deterministic"] = options.get("deterministic", True) or is_strict
-        return launch_cache.call(self._name, self._plan, tensors, options)
+        return launch_cache.call(self._key, self._plan, tensors, options)
 
     def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
         tensors = *tensors, *(None,) * (self._most - len(tensors))
@@ -56,19 +63,24 @@ class BackwardOp:
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         BACKEND.refuse_lacking(call)
-        ranks = call.forward.key_ranks
-        if call.wanted[3] and call.forward.layout is not None and ranks > 1:
-            problem = f"no gradient of attn_bias with a layout and key_ranks = {ranks}"
-            refuse(call.op, problem, "pass an attn_bias that requires no grad")
-        if (reason := lacks_room(call.forward)) is not None:
-            refuse(call.op, reason, "pass tensors of 16 bits on this GPU")
-        reason = backward_sm90.unsupported(call)
-        paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
-        if reason is None:
-            logger.debug("%s: the Hopper kernels", self._name)
-            return backward_sm90.plan_backward(call)
-        logger.debug("%s: the portable kernels, because %s", self._name, reason)
-        return plan_backward(call)
+        return self._plan_checked(call)
 
 
-flash_varlen_backward = BackwardOp("flash_varlen", check)
+def plan_dense(call: BackwardCall) -> Plan:
+    """The plan of a backward of all keys, or of those of a layout's blocks."""
+    ranks = call.forward.key_ranks
+    if call.wanted[3] and call.forward.layout is not None and ranks > 1:
+        problem = f"no gradient of attn_bias with a layout and key_ranks = {ranks}"
+        refuse(call.op, problem, "pass an attn_bias that requires no grad")
+    if (reason := lacks_room(call.forward)) is not None:
+        refuse(call.op, reason, "pass tensors of 16 bits on this GPU")
+    reason = backward_sm90.unsupported(call)
+    paths.announce(call.op, "triton", "portable" if reason else "hopper", reason or "")
+    if reason is None:
+        logger.debug("%s: the Hopper kernels", call.op)
+        return backward_sm90.plan_backward(call)
+    logger.debug("%s: the portable kernels, because %s", call.op, reason)
+    return plan_backward(call)
+
+
+flash_varlen_backward = BackwardOp("flash_varlen", check, plan_dense)

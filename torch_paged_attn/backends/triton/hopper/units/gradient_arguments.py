@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 class UnitGradientPointers(NamedTuple):
     """Memory reached by address."""
 
-    bounds: Any  # these six: of `inverse_lists.InverseLists`
+    bounds: Any  # these three: of `inverse_lists.InverseLists`
     tokens: Any
-    units: Any
-    first_rows: Any
-    lengths: Any
     places: Any
+    first_rows: Any  # these three: of `NumberedEntries`
+    first_units: Any
+    lengths: Any
     parts: Any  # (entries, group_size, head_dim) float16
     part_scales: Any  # (entries, group_size, consumers) float32
     dk: Any  # (total_k, num_kv_heads, head_dim), contiguous

@@ -1,12 +1,9 @@
 """Gradients of `selected_attention` on Hopper for units of 128 keys; see `gradients.py`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.common.inverse_lists import InverseLists
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
 from torch_paged_attn.backends.triton.hopper import support
@@ -16,7 +13,15 @@ from torch_paged_attn.backends.triton.hopper.units.gradient_arguments import (
     UnitGradientScalars,
     UnitGradientSizes,
 )
+from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
+    SelectedGradients,
+    UnitSizes,
+)
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
+from torch_paged_attn.backends.triton.portable.selected.token_rows import with_whole_rows
+from torch_paged_attn.backends.triton.portable.selected.unit_gradients import AddUnits
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backward_call import BackwardCall
 
 # keys of a unit, widths and heads of a group that the kernel has tiles for; rows of a tile
 UNIT, WIDTHS, GROUPS, PASS = 128, (64, 128), (8, 16, 32, 64), 64
@@ -63,50 +68,57 @@ def options_of(call: AttentionCall, are_sums: bool) -> UnitGradientOptions:
     )
 
 
-def add_units(
-    call: AttentionCall,
-    dout: Tensor,
-    statistics: Tensor,
-    lists: InverseLists,
-    gradients: Any,
-    sizes: Any,
-) -> None:
-    """Write dk, dv and parts of dq of a run of tokens.
-
-    statistics: `(total_q, num_kv_heads, ROW_FIELDS, group_size)` float32, of `token_rows.py`
-    gradients: a `SelectedGradients`; sizes: a `UnitSizes`
-    """
+def plan_units(call: BackwardCall, sizes: list[UnitSizes]) -> AddUnits:
+    """What writes dk, dv and parts of dq of a run of tokens, of calls like this one. sizes: of each
+    run. Statistics are those of `token_rows.py`."""
     from torch_paged_attn.backends.triton.hopper.common.tma import plain_rows, ragged_rows
     from torch_paged_attn.backends.triton.hopper.units.gradients import (
         _hopper_unit_gradients_kernel,
     )
 
-    options = options_of(call, gradients.are_sums is not None)
-    group, width, width_v = call.group_size, options.WIDTH, options.WIDTH_V
-    given = sizes._asdict() | {"own_lists": int(call.lists.key_indices.shape[1] > 1)}
-    Launch(
+    forward = call.forward
+    options = options_of(forward, len(sizes) > 1)
+    group, width, width_v = forward.group_size, options.WIDTH, options.WIDTH_V
+    own_lists = {"own_lists": int(forward.lists.key_indices.shape[1] > 1)}
+    given_sizes = [x._asdict() | own_lists for x in sizes]
+    numbers = [{name: x[name] for name in UnitGradientSizes._fields} for x in given_sizes]
+    first = Launch(
         _hopper_unit_gradients_kernel,
-        (lists.bounds.shape[1], call.num_kv_heads),
-        **{name: given[name] for name in UnitGradientSizes._fields},
-        scalars=UnitGradientScalars(call.scale * LOG2E.value, call.scale),
+        (sizes[0].units, forward.num_kv_heads),
+        **numbers[0],
+        scalars=UnitGradientScalars(forward.scale * LOG2E.value, forward.scale),
         OPTIONS=options,
         num_warps=4,
-    )(
-        ragged_rows(call.q, 1, group, width).at(call.q.data_ptr()),
-        ragged_rows(dout, 1, group, width_v).at(dout.data_ptr()),
-        ragged_rows(call.k, UNIT, 1, width).at(call.k.data_ptr()),
-        ragged_rows(call.v, UNIT, 1, width_v).at(call.v.data_ptr()),
-        plain_rows(torch.float32, ROW_FIELDS.value * group).at(statistics.data_ptr()),
-        UnitGradientPointers(
-            bounds=lists.bounds,
-            tokens=lists.tokens,
-            units=lists.units,
-            first_rows=lists.first_rows,
-            lengths=lists.lengths,
-            places=lists.places,
-            parts=gradients.parts_q,
-            part_scales=gradients.scale_q,
-            dk=gradients.dk,
-            dv=gradients.dv,
-        ),
     )
+    launches = [first.resized(first.grid, **x) for x in numbers]
+    q_boxes = ragged_rows(forward.q, 1, group, width)
+    dout_boxes = ragged_rows(with_whole_rows(call.dout), 1, group, width_v)
+    k_boxes = ragged_rows(forward.k, UNIT, 1, width)
+    v_boxes = ragged_rows(forward.v, UNIT, 1, width_v)
+    statistics_boxes = plain_rows(torch.float32, ROW_FIELDS.value * group)
+
+    def add(
+        run: int, given: SelectedPointers, statistics: Tensor | None, gradients: SelectedGradients
+    ) -> None:
+        assert statistics is not None
+        launches[run](
+            q_boxes.at(given.q.data_ptr()),
+            dout_boxes.at(gradients.dout.data_ptr()),
+            k_boxes.at(given.k.data_ptr()),
+            v_boxes.at(given.v.data_ptr()),
+            statistics_boxes.at(statistics.data_ptr()),
+            UnitGradientPointers(
+                bounds=gradients.bounds,
+                tokens=gradients.tokens,
+                places=gradients.places,
+                first_rows=gradients.first_rows,
+                first_units=gradients.first_units,
+                lengths=gradients.lengths,
+                parts=gradients.parts_q,
+                part_scales=gradients.scale_q,
+                dk=gradients.dk,
+                dv=gradients.dv,
+            ),
+        )
+
+    return add

@@ -72,13 +72,15 @@ def _unit_of(params, OPTIONS: gl.constexpr):
     pointers, sizes = params.pointers, params.sizes
     number, head = gl.program_id(0), gl.program_id(1)
     group = (head * sizes.own_lists).to(gl.int64)
-    bounds = pointers.bounds + (group * sizes.units + number) * (sizes.runs + 1) + sizes.run
+    at = (group * sizes.units + number) * sizes.runs + sizes.run
+    bounds = pointers.bounds + at + group
     first, stop = gl.load(bounds), gl.load(bounds + 1)
     row = first * 0
     keys = first * 0
     if first < stop:
         at = group * sizes.listed + first
-        token, unit = gl.load(pointers.tokens + at), gl.load(pointers.units + at)
+        token = gl.load(pointers.tokens + at)
+        unit = number - gl.load(pointers.first_units + token)
         key = unit * OPTIONS.BLOCK_N
         keys = gl.load(pointers.lengths + token) - key
         row = gl.load(pointers.first_rows + token) + key

@@ -259,7 +259,11 @@ def scalars_of(call: AttentionCall) -> SelectedScalars:
 
 def pointers_of(call: AttentionCall, target: Target) -> SelectedPointers:
     """A call's tensors as kernels take them."""
-    given = call.tensors()
+    return pointers_to(call.tensors(), target)
+
+
+def pointers_to(given: dict[str, Tensor | None], target: Target) -> SelectedPointers:
+    """Tensors of a call by name, None for those that it does not have, as kernels take them."""
     stored: dict[str, Any] = {name: given[name] for name in ("q", "k", "v", "q_latent")}
     for name, x in stored.items():
         stored[name] = None if x is None else as_stored(x, target)[0]

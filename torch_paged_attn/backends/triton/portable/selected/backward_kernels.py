@@ -45,15 +45,15 @@ class SelectedGradients(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
-    # the tensors of `InverseLists`
+    # the tensors of `InverseLists`, and of `NumberedEntries` those of each row
     bounds: Any = None
     tokens: Any = None
-    units: Any = None
+    places: Any = None
     first_rows: Any = None
+    first_units: Any = None
+    lengths: Any = None
     lows: Any = None
     highs: Any = None
-    lengths: Any = None
-    places: Any = None
     # parts of dq of the entries of a run of tokens; None if another kernel computes dq
     parts_q: Any = None
     scale_q: Any = None
@@ -301,7 +301,7 @@ def _selected_dkdv_kernel(
     number, kv_head, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # of strides, index_group is 0 if all KV heads share a list
     group = tl.where(strides.index_group == 0, 0, kv_head).to(tl.int64)
-    bounds_ptr = gradients.bounds + (group * units + number) * (runs + 1) + run
+    bounds_ptr = gradients.bounds + ((group * units + number) * runs + run + group)
     begin, stop = tl.load(bounds_ptr), tl.load(bounds_ptr + 1)
     at = named("entries kv_head total_q more first_part cut")(
         entries=group * listed,
@@ -314,7 +314,7 @@ def _selected_dkdv_kernel(
     # the gradients of units that no list names are 0 already
     if begin < stop:
         first_token = tl.load(gradients.tokens + at.entries + begin)
-        unit = tl.load(gradients.units + at.entries + begin)
+        unit = number - tl.load(gradients.first_units + first_token)
         in_unit = cut * BLOCK_N + tl.arange(0, BLOCK_N)
         key = unit * OPTIONS.SELECT_SIZE + in_unit
         is_key = (in_unit < OPTIONS.SELECT_SIZE) & (key < tl.load(gradients.lengths + first_token))

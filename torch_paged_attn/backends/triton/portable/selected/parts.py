@@ -1,15 +1,14 @@
 """The backward of `selected_attention` for lists of single keys (`parts_kernels.py`)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.dequant import as_stored, stored_format
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
-from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
-    GradientStrides,
-    SelectedGradients,
-)
+from torch_paged_attn.backends.triton.portable.selected.backward_kernels import SelectedGradients
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
 from torch_paged_attn.backends.triton.portable.selected.part_rows import (
     part_dtype,
     scales_of,
@@ -21,9 +20,12 @@ from torch_paged_attn.backends.triton.portable.selected.parts_kernels import (
     _add_parts_kernel,
     _selected_parts_kernel,
 )
-from torch_paged_attn.backends.triton.portable.selected.ranks import ranks_of
+from torch_paged_attn.backends.triton.portable.selected.ranks import num_words, plan_ranks
+from torch_paged_attn.backends.triton.portable.selected.token_rows import RowPointers, TokenRows
+from torch_paged_attn.backends.triton.portable.selected.unit_gradients import gradient_strides_of
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backward_call import BackwardCall
 
 # bytes of parts: calls with more are done some tokens at a time
@@ -40,15 +42,12 @@ def leaves_parts(call: BackwardCall) -> bool:
     return selection.select_size == 1 and (wants_k or wants_v) and has_entries
 
 
-def add_parts(
+def plan_parts(
     call: BackwardCall,
-    forward: AttentionCall,
-    gradients: SelectedGradients,
-    more_strides: GradientStrides,
-) -> None:
-    """Write dq, and dk and dv as far as they are wanted. `gradients` has these as they are."""
-    selection, target = forward.lists, target_of(forward.q.device)
-    wants_q, wants_k, wants_v, *_ = call.wanted
+) -> Callable[[SelectedPointers, RowPointers, SelectedGradients], None]:
+    """What writes D, and dq, dk and dv as far as they are wanted, of calls like this one."""
+    forward, (_, wants_k, wants_v, *_) = call.forward, call.wanted
+    selection, target, device = forward.lists, target_of(forward.q.device), forward.q.device
     heads, entries = forward.num_kv_heads, selection.key_indices.shape[2]
     width, width_v = forward.head_dim, forward.head_dim_v
     config = selected.parts_config_of(forward, target)
@@ -56,56 +55,37 @@ def add_parts(
     # parts that several tiles of heads add to are float32
     is_whole = forward.group_size <= options.BLOCK_M
     dtype = part_dtype(forward, options.DTYPE) if is_whole else torch.float32
-    is_scaled = dtype == torch.float16
     of_token = heads * entries * dtype.itemsize * (wants_k * width + wants_v * width_v)
     step = cdiv(forward.total_q, max(cdiv(forward.total_q * of_token, MOST_BYTES), 1))
+    runs = [
+        (first, min(step, forward.total_q - first)) for first in range(0, forward.total_q, step)
+    ]
     own_lists = int(selection.key_indices.shape[1] > 1)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=forward.q.device)
-
-    total = heads * step * entries
-    parts = Parts(
-        k=new(total, width, dtype=dtype) if wants_k else None,
-        v=new(total, width_v, dtype=dtype) if wants_v else None,
-        scale_k=new(total, scales_of(width)) if wants_k and is_scaled else None,
-        scale_v=new(total, scales_of(width_v)) if wants_v and is_scaled else None,
-        ranks=None,
-    )
     each_head = 0 if own_lists else step * entries
     blocks = wants_k * cdiv(width, width_of(width)) + wants_v * cdiv(width_v, width_of(width_v))
-    taken = {
-        "strides": selected.strides_of(forward),
-        "more_strides": more_strides,
-        "scalars": selected.scalars_of(forward),
-        "OPTIONS": options,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    pointers, sizes = selected.pointers_of(forward, target), selected.sizes_of(forward)._asdict()
-    given = gradients._replace(dq=gradients.dq if wants_q else None, dk=None, dv=None)
-    results = [
-        as_stored(x, target)[0] if is_wanted else None
-        for x, is_wanted in ((gradients.dk, wants_k), (gradients.dv, wants_v))
+    rows = TokenRows(call)
+    leave = Launch(
+        _selected_parts_kernel,
+        (step, heads),
+        first_row=0,
+        num_words=num_words(step),
+        each_head=each_head,
+        **selected.sizes_of(forward)._asdict(),
+        strides=selected.strides_of(forward),
+        more_strides=gradient_strides_of(call),
+        scalars=selected.scalars_of(forward),
+        OPTIONS=options,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    leaves = [
+        leave.resized((count, heads), first_row=first, num_words=num_words(count))
+        for first, count in runs
     ]
-    sums: list[Tensor | None] = [None, None]
-    for first in range(0, forward.total_q, step):
-        count = min(step, forward.total_q - first)
-        ranks = ranks_of(forward, options, first, count)
-        parts = parts._replace(ranks=ranks)
-        Launch(
-            _selected_parts_kernel,
-            (count, heads),
-            first_row=first,
-            num_words=ranks.words.shape[-1],
-            each_head=each_head,
-            **sizes,
-            **taken,
-        )(pointers, given, parts)
-        before, is_last = sums, first + count == forward.total_q
-        if not is_last and first == 0:
-            sums = [None if x is None else new(*x.shape) for x in results]
-        Launch(
+    ranks = [plan_ranks(forward, options, first, count) for first, count in runs]
+
+    def plan_sum(format_: str) -> Launch:
+        return Launch(
             _add_parts_kernel,
             (forward.k.shape[0], heads, blocks),
             own_lists=own_lists,
@@ -116,6 +96,43 @@ def add_parts(
             WIDTH=width_of(width),
             WIDTH_V=width_of(width_v),
             ENTRIES=AT_ONCE // width_of(max(width, width_v)),
-            FORMAT=stored_format(forward.k.dtype, target) if is_last else "NATIVE",
+            FORMAT=format_,
             num_warps=4,
-        )(parts, PartSums(*(results if is_last else sums), *before))
+        )
+
+    add_last = plan_sum(stored_format(forward.k.dtype, target))
+    add_others = plan_sum("NATIVE")
+    total, is_scaled = heads * step * entries, dtype == torch.float16
+
+    def new(
+        is_there: bool, *shape: int, of: torch.dtype = torch.float32
+    ) -> Callable[[], Tensor | None]:
+        return Allocation(shape, of, device) if is_there else lambda: None
+
+    memory = (
+        new(wants_k, total, width, of=dtype),
+        new(wants_v, total, width_v, of=dtype),
+        new(wants_k and is_scaled, total, scales_of(width)),
+        new(wants_v and is_scaled, total, scales_of(width_v)),
+    )
+    of_keys = forward.k.shape[0], heads
+    new_sums = new(wants_k, *of_keys, width), new(wants_v, *of_keys, width_v)
+
+    def add(given: SelectedPointers, pointers: RowPointers, gradients: SelectedGradients) -> None:
+        rows.before(pointers)
+        results = [
+            x if x is None else as_stored(x, target)[0] for x in (gradients.dk, gradients.dv)
+        ]
+        read = gradients._replace(dk=None, dv=None)
+        made = [make() for make in memory]
+        sums: list[Tensor | None] = [None, None]
+        for run, leave in enumerate(leaves):
+            parts = Parts._make((*made, ranks[run](given)))
+            leave(given, read, parts)
+            before, is_last = sums, run + 1 == len(leaves)
+            if not is_last and run == 0:
+                sums = [make() for make in new_sums]
+            add_up = add_last if is_last else add_others
+            add_up(parts, PartSums(*(results if is_last else sums), *before))
+
+    return add

@@ -5,23 +5,25 @@ place of each entry is the same every time. The tokens that name a key are bits 
 set in any order; a token's rank is the number of bits before its own.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedOptions,
+    SelectedPointers,
     SelectedSizes,
     find_keys,
     find_token,
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
 # tokens of a word; entries that a program marks at a time; keys and words that one counts
 WORD = tl.constexpr(32)
@@ -98,36 +100,46 @@ def _count_marks_kernel(
     tl.store(counts_ptr + row, total, mask=row < num_rows)
 
 
-def ranks_of(call: AttentionCall, options: SelectedOptions, first: int, count: int) -> Ranks:
-    """The ranks of `count` tokens from query row `first` on. options: those of a kernel."""
-    selection, target = call.lists, target_of(call.q.device)
-    groups, entries = selection.key_indices.shape[1:]
-    rows, num_words = call.k.shape[0], cdiv(count, WORD.value)
+def num_words(count: int) -> int:
+    """Words of a row of k for so many tokens."""
+    return cdiv(count, WORD.value)
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=call.q.device)
 
-    words = new(groups, rows, num_words).zero_()
-    before, counts = torch.empty_like(words), new(groups * rows)
-    Launch(
+def plan_ranks(
+    call: AttentionCall, options: SelectedOptions, first: int, count: int
+) -> Callable[[SelectedPointers], Ranks]:
+    """What makes the ranks of `count` tokens from query row `first` on, of calls like this one.
+    options: those of a kernel."""
+    groups, entries = call.lists.key_indices.shape[1:]
+    rows, words_of_row = call.k.shape[0], num_words(count)
+    mark = Launch(
         _mark_keys_kernel,
         (count, groups),
         first_row=first,
-        num_words=num_words,
+        num_words=words_of_row,
         **selected.sizes_of(call)._asdict(),
         strides=selected.strides_of(call),
         scalars=selected.scalars_of(call),
         OPTIONS=options._replace(BLOCK_N=min(next_power_of_2(entries), ENTRIES)),
         num_warps=4,
-    )(selected.pointers_of(call, target), words)
-    Launch(
+    )
+    count_marks = Launch(
         _count_marks_kernel,
         (cdiv(groups * rows, KEYS),),
         num_rows=groups * rows,
-        num_words=num_words,
+        num_words=words_of_row,
         KEYS=KEYS,
         WORDS=WORDS,
         num_warps=4,
-    )(words, before, counts)
-    starts = torch.nn.functional.pad(torch.cumsum(counts, 0, dtype=torch.int32), (1, 0))
-    return Ranks(words, before, starts)
+    )
+    new_words = Allocation((groups, rows, words_of_row), torch.int32, call.q.device)
+    new_counts = Allocation((groups * rows,), torch.int32, call.q.device)
+
+    def make(given: SelectedPointers) -> Ranks:
+        words, before, counts = new_words().zero_(), new_words(), new_counts()
+        mark(given, words)
+        count_marks(words, before, counts)
+        starts = torch.nn.functional.pad(torch.cumsum(counts, 0, dtype=torch.int32), (1, 0))
+        return Ranks(words, before, starts)
+
+    return make

@@ -3,28 +3,35 @@ D of each query row,
 
     D = rowsum(dout * out) - dlse
 
-and after them, dq as the sum of the parts that units left. One kernel does both, as both have a
-token and some heads of a KV head's group.
+and the numbers of the units that the token's list names (`inverse_lists.py`), and after them, dq as
+the sum of the parts that units left. One kernel does all of it, as all have a token and some heads
+of a KV head's group.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.common.dequant import (
-    as_stored,
     decode,
     encode,
     stored_format,
 )
+from torch_paged_attn.backends.triton.common.inverse_lists import ListSizes, NumberedEntries
+from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
 from torch_paged_attn.backends.triton.portable.common.named import named
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.keys import (
+    SelectedPointers,
+    SelectedSizes,
+    find_token,
+)
 from torch_paged_attn.backends.triton.portable.selected.part_rows import load_part
+from torch_paged_attn.backends.triton.portable.selected.unit_numbers import number_units, rows_seen
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backward_call import BackwardCall
@@ -41,10 +48,9 @@ class RowPointers(NamedTuple):
     lse: Any
     dlse: Any
     d: Any  # (num_heads, total_q)
-    # for a kernel that loads the rows of a token at once; else None
-    statistics: Any = None  # (total_q, num_kv_heads, ROW_FIELDS, group_size) float32
-    lows: Any = None  # these two: of `InverseLists`
-    highs: Any = None
+    # (total_q, num_kv_heads, ROW_FIELDS, group_size) float32, for a kernel that loads the rows of a
+    # token at once; else None
+    statistics: Any = None
 
 
 class DqParts(NamedTuple):
@@ -52,12 +58,12 @@ class DqParts(NamedTuple):
 
     rows: Any  # (entries * cuts * group_size, head_dim)
     scales: Any  # (rows, blocks of columns), of parts in float16
-    counts: Any  # which entries are in a list, of all tokens
+    numbers: Any  # of all tokens, see `NumberedEntries`
     dq: Any
 
 
 class RowStrides(NamedTuple):
-    """Strides in elements; 0 without dlse."""
+    """Strides in elements; 0 without dlse, and of lists that all KV heads share."""
 
     dout_token: int
     dout_head: int
@@ -65,6 +71,9 @@ class RowStrides(NamedTuple):
     out_head: int
     dlse_head: int
     dlse_token: int
+    index_group: int
+    index_entry: int
+    count_group: int
 
 
 class RowOptions(NamedTuple):
@@ -74,16 +83,24 @@ class RowOptions(NamedTuple):
     HEAD_DIM: int
     HEAD_DIM_V: int
     ROWS: int  # heads of a program
+    SIZE: int  # keys of a numbered unit; 0: units have no numbers
+    PIECES: int  # numbered units of a unit of the lists
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
     WIDTH: int  # columns of dq that a program has
     BLOCKS: int  # of so many columns
     CUTS: int  # parts of an entry; 0: there are no parts
     IS_BY_LANE: bool  # of 32 columns, parts have the order (lane, eight, pair)
     FORMAT: str  # of dout and out
     FORMAT_DQ: str
+    PAGE_SIZE: int = 0  # keys are packed
+    IS_SLOTS: bool = False
 
 
 @triton.jit
-def _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS: tl.constexpr):
+def _write_deltas(
+    row, kv_head, in_group, low, high, pointers, total_q, strides, OPTIONS: tl.constexpr
+):  # fmt: skip
     """D of a token's heads. A row that sees no key has 0, whatever its dout is."""
     FORMAT: tl.constexpr = OPTIONS.FORMAT
     GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
@@ -111,16 +128,15 @@ def _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS: t
         to = pointers.statistics + field
         tl.store(to, tl.where(sees, lse * LOG2E, float("inf")), mask=is_head)
         tl.store(to + GROUP_SIZE, d, mask=is_head)
-        same = row + 0 * in_group
-        low = tl.load(pointers.lows + same).to(tl.float32, bitcast=True)
-        high = tl.load(pointers.highs + same).to(tl.float32, bitcast=True)
-        tl.store(to + 2 * GROUP_SIZE, low, mask=is_head)
-        tl.store(to + 3 * GROUP_SIZE, high, mask=is_head)
+        ends = (low.to(tl.int32) + 0 * in_group, high.to(tl.int32) + 0 * in_group)
+        tl.store(to + 2 * GROUP_SIZE, ends[0].to(tl.float32, bitcast=True), mask=is_head)
+        tl.store(to + 3 * GROUP_SIZE, ends[1].to(tl.float32, bitcast=True), mask=is_head)
 
 
 @triton.jit
 def _add_parts(
-    local, row, kv_head, in_group, block, parts, sizes, scale, OPTIONS: tl.constexpr
+    local, row, kv_head, in_group, block, parts, sizes, own_lists, step, scale,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dq of a token's heads: the sum of the parts of its entries, in their order."""
     FORMAT: tl.constexpr = OPTIONS.FORMAT_DQ
@@ -128,14 +144,14 @@ def _add_parts(
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     is_head = in_group < GROUP_SIZE
-    counts_ptr = parts.counts + (kv_head * sizes.own_lists).to(tl.int64) * sizes.listed
-    counts_ptr += row * sizes.entries
-    first = (kv_head.to(tl.int64) * sizes.step + local) * sizes.entries
+    of_group = (kv_head * own_lists).to(tl.int64) * sizes.total_q
+    numbers_ptr = parts.numbers + (of_group + row) * sizes.entries
+    first = (kv_head.to(tl.int64) * step + local) * sizes.entries
     ROWS: tl.constexpr = OPTIONS.ROWS
     CUTS: tl.constexpr = OPTIONS.CUTS
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
     for e in tl.range(0, sizes.entries, loop_unroll_factor=4):
-        is_part = tl.load(counts_ptr + e) != 0
+        is_part = tl.load(numbers_ptr + e) >= 0
         for cut in tl.static_range(CUTS):
             at = ((first + e) * CUTS + cut) * GROUP_SIZE + in_group
             dq += load_part(parts.rows, parts.scales, at, is_head & is_part, block, HEAD_DIM, WIDTH)
@@ -150,105 +166,128 @@ def _add_parts(
 
 
 @triton.jit(
-    do_not_specialize=("is_after", "first_row", "total_q", "step", "entries", "listed", "own_lists")
+    do_not_specialize=(
+        *("is_after", "first_row", "own_lists", "units", "step", "runs"),
+        *SelectedSizes._fields,
+    )
 )
 def _token_rows_kernel(
-    pointers, parts, is_after, first_row, total_q, step, entries, listed, own_lists,
-    strides, scale, OPTIONS: tl.constexpr,
+    pointers, given, numbered, parts, is_after, first_row, own_lists, units, step, runs,
+    total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+    max_pages, splits,
+    strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One of the two steps for a token and ROWS heads of a KV head's group. is_after: 0 for D, 1
-    for the sum of parts. own_lists: 0 if all KV heads share lists, else 1."""
+    """One of the two steps for a token and ROWS heads of a KV head's group. is_after: 0 for what is
+    done before the products, 1 for the sum of parts. own_lists: 0 if all KV heads share lists, else
+    1. given: the call's tensors; numbered: `NumberedEntries`; both None if no entry is numbered."""
+    sizes = SelectedSizes(
+        total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
+        max_pages, splits,
+    )  # fmt: skip
     local, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (first_row + local).to(tl.int64)
     r = tl.arange(0, OPTIONS.ROWS)
     if is_after == 0:
         in_group = tile * OPTIONS.ROWS + r
-        _write_deltas(row, kv_head, in_group, pointers, total_q, strides, OPTIONS)
+        low = tl.zeros([], tl.int64)
+        high = low
+        if OPTIONS.SIZE > 0:
+            token = find_token(row, kv_head, given, strides, sizes, OPTIONS)
+            low, high = rows_seen(token, scalars, OPTIONS)
+            if (tile == 0) & ((own_lists != 0) | (kv_head == 0)):
+                of_lists = named("units step runs")(units, step, runs)
+                number_units(token, kv_head, low, high, numbered, strides, sizes, of_lists, OPTIONS)
+        _write_deltas(row, kv_head, in_group, low, high, pointers, total_q, strides, OPTIONS)
     elif OPTIONS.CUTS > 0:
         in_group = tile // OPTIONS.BLOCKS * OPTIONS.ROWS + r
-        sizes = named("step entries listed own_lists")(step, entries, listed, own_lists)
         block = tile % OPTIONS.BLOCKS
-        _add_parts(local, row, kv_head, in_group, block, parts, sizes, scale, OPTIONS)
+        _add_parts(
+            local, row, kv_head, in_group, block, parts, sizes, own_lists, step, scalars.scale,
+            OPTIONS,
+        )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it, with rows of contiguous numbers."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class TokenRows:
-    """The launches of a call. parts: of dq, `step` tokens at a time, with so many `blocks` of
-    columns, which have a scale each, and `cuts` of an entry; None if another kernel computes dq."""
+    """The launches of calls like one. lists: None for kernels that take no inverse lists. Of parts
+    of dq there are `cuts` of an entry (0: another kernel computes dq), which have a scale for each
+    of so many `blocks` of columns."""
 
-    call: BackwardCall
-    dout: Tensor
-    lse: Tensor
-    d: Tensor
-    parts: DqParts | None = None
-    blocks: int = 1
-    cuts: int = 1
-    step: int = 0
-    is_by_lane: bool = False
-
-    @classmethod
-    def of(cls, call: BackwardCall, dout: Tensor, lse: Tensor) -> "TokenRows":
-        """dout: with rows of contiguous numbers; lse: contiguous."""
-        return cls(call, dout, lse, torch.empty_like(lse))
-
-    def write_deltas(
-        self,
-        statistics: Tensor | None = None,
-        lows: Tensor | None = None,
-        highs: Tensor | None = None,
-    ) -> None:
-        """Write D `(num_heads, total_q)` float32, and the statistics if these are given."""
-        self._launch(False, self.call.forward.total_q, 0, 1, (statistics, lows, highs))
-
-    def add_parts(self, first: int, statistics: tuple[Tensor | None, ...]) -> None:
-        """Write dq of `step` tokens from query row `first` on, as far as there are some."""
-        count = min(self.step, self.call.forward.total_q - first)
-        self._launch(True, count, first, self.blocks, statistics)
-
-    def _launch(
-        self, is_after: bool, count: int, first: int, blocks: int,
-        statistics: tuple[Tensor | None, ...],
+    def __init__(
+        self, call: BackwardCall, lists: ListSizes | None = None, blocks: int = 1, cuts: int = 0,
+        is_by_lane: bool = False,
     ) -> None:  # fmt: skip
-        call, forward = self.call, self.call.forward
-        target, dout = target_of(self.dout.device), self.dout
-        out = call.out if call.out.stride(-1) == 1 else call.out.contiguous()
-        indices = forward.lists.key_indices
-        width = next_power_of_2(forward.head_dim) // self.blocks
+        forward = call.forward
+        target, total_q = target_of(forward.q.device), forward.total_q
+        width = next_power_of_2(forward.head_dim) // blocks
         rows = max(AT_ONCE // max(width, next_power_of_2(forward.head_dim_v)), 1)
         rows = min(next_power_of_2(forward.group_size), rows)
-        stored, format_ = as_stored(dout, target)
-        Launch(
+        tiles = cdiv(forward.group_size, rows)
+        of_lists = selected.strides_of(forward)
+        strides = (
+            *with_whole_rows(call.dout).stride()[:2],
+            *with_whole_rows(call.out).stride()[:2],
+            *((0, 0) if call.dlse is None else call.dlse.stride()),
+            *(of_lists.index_group, of_lists.index_entry, of_lists.count_group),
+        )
+        self._before = Launch(
             _token_rows_kernel,
-            (count, forward.num_kv_heads, cdiv(forward.group_size, rows) * blocks),
-            is_after=int(is_after),
-            first_row=first,
-            total_q=forward.total_q,
-            step=self.step,
-            entries=indices.shape[2],
-            listed=0 if self.parts is None else self.parts.counts.shape[1],
-            own_lists=int(indices.shape[1] > 1),
-            strides=RowStrides(
-                *dout.stride()[:2],
-                *out.stride()[:2],
-                *((0, 0) if call.dlse is None else call.dlse.stride()),
-            ),
-            scale=float(forward.scale),
+            (total_q, forward.num_kv_heads, tiles),
+            is_after=0,
+            first_row=0,
+            own_lists=int(forward.lists.key_indices.shape[1] > 1),
+            units=0 if lists is None else lists.units,
+            step=total_q if lists is None else lists.step,
+            runs=1 if lists is None else lists.runs,
+            **selected.sizes_of(forward)._asdict(),
+            strides=RowStrides._make(strides),
+            scalars=selected.scalars_of(forward),
             OPTIONS=RowOptions(
                 GROUP_SIZE=forward.group_size,
                 HEAD_DIM=forward.head_dim,
                 HEAD_DIM_V=forward.head_dim_v,
                 ROWS=rows,
+                SIZE=0 if lists is None else lists.size,
+                PIECES=1 if lists is None else lists.pieces,
+                HAS_LEFT=is_bound(forward.window_size_left),
+                HAS_RIGHT=is_bound(forward.window_right),
                 WIDTH=width,
-                BLOCKS=self.blocks,
-                CUTS=0 if self.parts is None else self.cuts,
-                IS_BY_LANE=self.is_by_lane,
-                FORMAT=format_,
+                BLOCKS=blocks,
+                CUTS=cuts,
+                IS_BY_LANE=is_by_lane,
+                FORMAT=stored_format(call.dout.dtype, target),
                 FORMAT_DQ=stored_format(forward.q.dtype, target),
             ),
             num_warps=4,
-        )(
-            RowPointers(
-                stored, as_stored(out, target)[0], self.lse, call.dlse, self.d, *statistics
-            ),
-            self.parts,
         )
+        self._after = []
+        if cuts > 0:
+            assert lists is not None
+            for first in range(0, total_q, lists.step):
+                grid = min(lists.step, total_q - first), forward.num_kv_heads, tiles * blocks
+                self._after.append(self._before.resized(grid, is_after=1, first_row=first))
+
+    def before(
+        self,
+        pointers: RowPointers,
+        given: SelectedPointers | None = None,
+        numbered: NumberedEntries | None = None,
+        parts: DqParts | None = None,
+    ) -> None:
+        """Write D, and what else there is memory for."""
+        self._before(pointers, given, numbered, parts)
+
+    def after(
+        self,
+        run: int,
+        pointers: RowPointers,
+        given: SelectedPointers,
+        numbered: NumberedEntries,
+        parts: DqParts,
+    ) -> None:
+        """Write dq of a run of tokens, with the arguments of `before`."""
+        self._after[run](pointers, given, numbered, parts)
