@@ -11,10 +11,11 @@ from torch_paged_attn.backends.triton import portable
 from torch_paged_attn.backends.triton.portable.common.groups import Pointers, Scalars, Sizes
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import UnitSizes
 from torch_paged_attn.backends.triton.portable.selected.keys import SelectedSizes
+from torch_paged_attn.backends.triton.portable.selected.token_rows import RunSizes
 
 # a few functions work on a tile, its rows and what was loaded for it
 MOST_PARAMETERS = 9
-SIZES = {*SelectedSizes._fields, *UnitSizes._fields}
+SIZES = {*SelectedSizes._fields, *UnitSizes._fields, *RunSizes._fields}
 FILES = sorted(Path(portable.__file__).parent.rglob("*.py"))
 
 # kernels: Triton wants sizes one by one, and a node of a graph everything

@@ -23,7 +23,6 @@ from torch_paged_attn.backends.triton.common.inverse_lists import ListSizes, Num
 from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
-from torch_paged_attn.backends.triton.portable.common.named import named
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.keys import (
     SelectedPointers,
@@ -74,6 +73,17 @@ class RowStrides(NamedTuple):
     index_group: int
     index_entry: int
     count_group: int
+
+
+class RunSizes(NamedTuple):
+    """Numbers of a launch, for which no kernel is compiled."""
+
+    is_after: Any  # 0 for what is done before the products, 1 for the sum of parts
+    first_row: Any  # of a run of tokens
+    own_lists: Any  # 0 if all KV heads share lists, else 1
+    units: Any  # these three: of `ListSizes`
+    step: Any
+    runs: Any
 
 
 class RowOptions(NamedTuple):
@@ -135,8 +145,7 @@ def _write_deltas(
 
 @triton.jit
 def _add_parts(
-    local, row, kv_head, in_group, block, parts, sizes, own_lists, step, scale,
-    OPTIONS: tl.constexpr,
+    local, row, kv_head, in_group, block, parts, sizes, run, scale, OPTIONS: tl.constexpr
 ):  # fmt: skip
     """dq of a token's heads: the sum of the parts of its entries, in their order."""
     FORMAT: tl.constexpr = OPTIONS.FORMAT_DQ
@@ -144,9 +153,9 @@ def _add_parts(
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     is_head = in_group < GROUP_SIZE
-    of_group = (kv_head * own_lists).to(tl.int64) * sizes.total_q
+    of_group = (kv_head * run.own_lists).to(tl.int64) * sizes.total_q
     numbers_ptr = parts.numbers + (of_group + row) * sizes.entries
-    first = (kv_head.to(tl.int64) * step + local) * sizes.entries
+    first = (kv_head.to(tl.int64) * run.step + local) * sizes.entries
     ROWS: tl.constexpr = OPTIONS.ROWS
     CUTS: tl.constexpr = OPTIONS.CUTS
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -165,21 +174,16 @@ def _add_parts(
     tl.store(parts.dq + at[:, None] * HEAD_DIM + d[None, :], stored, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=(
-        *("is_after", "first_row", "own_lists", "units", "step", "runs"),
-        *SelectedSizes._fields,
-    )
-)
+@triton.jit(do_not_specialize=(*RunSizes._fields, *SelectedSizes._fields))
 def _token_rows_kernel(
     pointers, given, numbered, parts, is_after, first_row, own_lists, units, step, runs,
     total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
     max_pages, splits,
     strides, scalars, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One of the two steps for a token and ROWS heads of a KV head's group. is_after: 0 for what is
-    done before the products, 1 for the sum of parts. own_lists: 0 if all KV heads share lists, else
-    1. given: the call's tensors; numbered: `NumberedEntries`; both None if no entry is numbered."""
+    """One of the two steps for a token and ROWS heads of a KV head's group. given: the call's
+    tensors; numbered: `NumberedEntries`; both None if no entry is numbered."""
+    run = RunSizes(is_after, first_row, own_lists, units, step, runs)
     sizes = SelectedSizes(
         total_q, batch, entries, num_rows, stride_index_token, stride_count_token, stride_table,
         max_pages, splits,
@@ -195,16 +199,12 @@ def _token_rows_kernel(
             token = find_token(row, kv_head, given, strides, sizes, OPTIONS)
             low, high = rows_seen(token, scalars, OPTIONS)
             if (tile == 0) & ((own_lists != 0) | (kv_head == 0)):
-                of_lists = named("units step runs")(units, step, runs)
-                number_units(token, kv_head, low, high, numbered, strides, sizes, of_lists, OPTIONS)
+                number_units(token, kv_head, low, high, numbered, strides, sizes, run, OPTIONS)
         _write_deltas(row, kv_head, in_group, low, high, pointers, total_q, strides, OPTIONS)
     elif OPTIONS.CUTS > 0:
         in_group = tile // OPTIONS.BLOCKS * OPTIONS.ROWS + r
         block = tile % OPTIONS.BLOCKS
-        _add_parts(
-            local, row, kv_head, in_group, block, parts, sizes, own_lists, step, scalars.scale,
-            OPTIONS,
-        )  # fmt: skip
+        _add_parts(local, row, kv_head, in_group, block, parts, sizes, run, scalars.scale, OPTIONS)
 
 
 def with_whole_rows(x: Tensor) -> Tensor:

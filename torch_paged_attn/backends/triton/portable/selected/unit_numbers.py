@@ -22,11 +22,10 @@ def rows_seen(token, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def number_units(
-    token, group, low, high, numbered, strides, sizes, of_lists, OPTIONS: tl.constexpr
+    token, group, low, high, numbered, strides, sizes, run, OPTIONS: tl.constexpr
 ):  # fmt: skip
     """Write the numbers of the entries of a token's list, and what they are counted from. low,
-    high: of `rows_seen`; numbered: `NumberedEntries`; of_lists: units, step and runs of
-    `ListSizes`."""
+    high: of `rows_seen`; numbered: `NumberedEntries`; run: `RunSizes`."""
     SIZE: tl.constexpr = OPTIONS.SIZE
     PIECES: tl.constexpr = OPTIONS.PIECES
     first_unit = token.k_first // SIZE
@@ -38,7 +37,7 @@ def number_units(
         tl.store(numbered.lengths + token.row, token.key_len)
         tl.store(numbered.lows + token.row, low.to(tl.int32))
         tl.store(numbered.highs + token.row, high.to(tl.int32))
-    run = token.row // of_lists.step
+    run_number = token.row // run.step
     of_token = sizes.entries * PIECES
     to = numbered.numbers + (group * sizes.total_q + token.row) * of_token
     for first in tl.range(0, of_token, ENTRIES):
@@ -52,6 +51,6 @@ def number_units(
         counts = counts & (row <= high) & (row + SIZE > low)
         number = first_unit + unit
         # unchecked bounds must not lead outside the lists
-        counts = counts & (number >= 0) & (number < of_lists.units)
-        number = tl.where(counts, number * of_lists.runs + run, -1)
+        counts = counts & (number >= 0) & (number < run.units)
+        number = tl.where(counts, number * run.runs + run_number, -1)
         tl.store(to + e, number.to(to.dtype.element_ty), mask=e < of_token)
