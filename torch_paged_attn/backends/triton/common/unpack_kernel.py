@@ -61,7 +61,9 @@ def _unpack_rows(x_ptr, new_ptr, row, inside, DIM: tl.constexpr, FORMAT: tl.cons
         x = tl.load(x_ptr + row[0][:, None] + d[None, :], mask=inside[:, None])
         x = decode(x, FORMAT, tl.float32)
     d = tl.arange(0, DIM)
-    tl.store(new_ptr + row[1][:, None] + d[None, :], x.to(new_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        new_ptr + row[1][:, None] + d[None, :], x.to(new_ptr.dtype.element_ty), mask=inside[:, None]
+    )
 
 
 @triton.jit

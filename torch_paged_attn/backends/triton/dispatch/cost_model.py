@@ -98,7 +98,6 @@ class Lengths(NamedTuple):
     sequences: float = 1.0
     queries: float = 1.0
 
-
     @property
     def variance(self) -> float:
         """Of lengths whose logarithms are uniform up to the longest; 0 if they are alike."""

@@ -4,8 +4,9 @@ queries.
 A tile of 128 queries would convert all keys that it sees, or copy them row by row. Instead, keys
 and values of sequences with many queries are copied once into a workspace, as numbers in 16 bits
 and, of 8, scales by token and head (`unpack_kernel.py`), over which Hopper's kernel for 16 bits
-runs: it multiplies scores and probabilities by the scales. The other sequences, which decode, go through the portable kernel over
-the cache itself, afterwards: beside each other, each on a part of the chip, both take longer.
+runs: it multiplies scores and probabilities by the scales. The other sequences, which decode, go
+through the portable kernel over the cache itself, afterwards: beside each other, each on a part of
+the chip, both take longer.
 
 The workspace has room for some keys only. If the block table may hold more, a third launch, of
 Hopper's kernel that converts, takes the sequences that found none.
