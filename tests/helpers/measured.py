@@ -59,7 +59,10 @@ def shape_of(row: Row, is_exact: bool = False) -> ways.Shape:
 def guess_of(row: Row) -> tuple[ways.Lengths, ...]:
     """The lengths that a step really has."""
     if "lengths" in row:
-        return tuple(ways.Lengths(keys, keys, 1, queries) for queries, keys in row["lengths"])
+        found = [ways.Lengths(keys, keys, 1, q) for q, keys in row["lengths"] if q > 1]
+        if ones := [keys for q, keys in row["lengths"] if q == 1]:
+            found.append(ways.Lengths(sum(ones) / len(ones), max(ones), len(ones)))
+        return tuple(found)
     mean, longest = row["keys"][1] / row["batch"], row["keys"][2]
     if row["window"] >= 0:
         mean, longest = (min(x, row["window"] + row["longest_q"]) for x in (mean, longest))

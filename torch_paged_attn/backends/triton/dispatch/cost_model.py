@@ -98,6 +98,11 @@ class Lengths(NamedTuple):
     sequences: float = 1.0
     queries: float = 1.0
 
+    @property
+    def variance(self) -> float:
+        """Of lengths whose logarithms are uniform up to the longest; 0 if they are alike."""
+        return max(self.mean * (self.longest / 2 - self.mean), 0.0)
+
 
 class Costs(NamedTuple):
     """Microseconds, unless it says otherwise."""
@@ -265,7 +270,8 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
     """Sequences of many queries: tiles of queries, of which later ones see more keys. Where
     keys are divided in equal shares, each tile counts with the keys of its sequence's last one."""
-    count = units = longest = 0.0
+    count = units = longest = uneven = 0.0
+    slots = MULTIPROCESSORS * tile.resident
     for x in guess:
         tokens = min(tile.tokens, x.queries)
         tiles = math.ceil(x.queries / tile.tokens)
@@ -277,12 +283,13 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         count += x.sequences * tiles * tile.heads
         units += x.sequences * tiles * tile.heads * each
         longest = max(longest, most)
-    slots = MULTIPROCESSORS * tile.resident
+        after_first = max(x.sequences * tiles * tile.heads / slots - 1, 0.0)
+        uneven += after_first * x.variance / tile.keys**2
     rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
     parts, piece = 0.0, max(longest, share)
     if way.startswith("numbered"):
         rounds = math.ceil(rounds)
-        piece = longest + (rounds - 1) * units / count
+        piece = longest + (rounds - 1) * units / count + math.sqrt(uneven)
     elif way.startswith(("cut", "dealt")):
         piece = max(share, min(LEAST_PIECE, longest))
         parts = min(max(longest / piece - 1, 0.0), MULTIPROCESSORS)
@@ -340,10 +347,12 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
 
 
 def _number(tiles: int, lengths: Lengths) -> Division:
-    """Hopper's kernel: with n programs, each one computes every n-th tile, with all of its keys."""
+    """Hopper's kernel: with n programs, each one computes every n-th tile, with all of its keys.
+    The program that has the most is one whose tiles happen to be long."""
     of_program = math.ceil(tiles / MULTIPROCESSORS)
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
-    return Division(longest + (of_program - 1) * mean, 0.0, 0.0, of_program)
+    uneven = max(tiles / MULTIPROCESSORS - 1, 0.0) * lengths.variance / HOPPER_KEYS**2
+    return Division(longest + (of_program - 1) * mean + math.sqrt(uneven), 0.0, 0.0, of_program)
 
 
 def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:

@@ -5,8 +5,9 @@ VISIT(at, tile, n, *given) works on a `QueryTile`, the program's number `tile`, 
 on, and returns the next n. Each way returns how many tiles the program had.
 
 Tiles of a paged batch are found by their numbers, without a list, and without a launch that makes
-one. They are numbered with gaps, as in `seqlen_info.py`, from the last to the first: a causal
-sequence's longest tiles come first, and engines put decodes before chunks of prompts. Programs take
+one. Where each sequence has one tile, its number is the sequence's; elsewhere there are gaps, as in
+`seqlen_info.py`. The last tile comes first: a causal sequence's longest tiles do, and engines put
+decodes before chunks of prompts. Programs take
 them in turns, back and forth, so that who has a longer one in a turn has a shorter one in the next.
 The heads of a tile are neighbours: together they read whole tokens of a cache.
 
@@ -44,31 +45,56 @@ class Numbered(NamedTuple):
 
 
 @gluon.jit
-def numbers_of_tiles(params, OPTIONS: gl.constexpr):
-    """How many numbers there are: what `num_tiles` of `seqlen_info.py` says or, without rows past
-    the last sequence, fewer. Those of no tile would be a turn of some programs, which then have one
-    tile less than others."""
+def _have_one_each(params, OPTIONS: gl.constexpr):
+    """Whether each sequence has one tile, found out by a warp. No tile is of rows past the last
+    sequence."""
+    by_lane: gl.constexpr = gl.BlockedLayout([SEARCHED_AT_ONCE // 32], [32], [1], [0])
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    total_q, batch = params.sizes.total_q, params.sizes.batch
-    has_padding = gl.load(params.pointers.cu_seqlens_q + batch) < total_q
-    return gl.where(has_padding, total_q // STEP + batch + 1, (total_q - 1) // STEP + batch)
+    batch, bounds = params.sizes.batch, params.pointers.cu_seqlens_q
+    lane = gl.arange(0, SEARCHED_AT_ONCE, by_lane)
+    ones = lane * 0
+    # of chunks of prompts, there is nothing to look at
+    if params.sizes.total_q <= batch * STEP:
+        for b0 in range(0, batch, SEARCHED_AT_ONCE):
+            b = b0 + lane
+            start = gl.load(bounds + b, mask=b < batch, other=0)
+            length = gl.load(bounds + b + 1, mask=b < batch, other=0) - start
+            ones += ((length > 0) & (length <= STEP)).to(gl.int32)
+    return gl.sum(ones, 0) == batch
 
 
 @gluon.jit
-def find_numbered(number, params, OPTIONS: gl.constexpr):
+def numbers_of_tiles(params, OPTIONS: gl.constexpr):
+    """How many numbers there are, and whether each of them is a tile's: if not, what `num_tiles` of
+    `seqlen_info.py` says or, without rows past the last sequence, fewer. Those of no tile are a
+    turn of some programs, which then have a tile less than others."""
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
+    total_q, batch = params.sizes.total_q, params.sizes.batch
+    has_padding = gl.load(params.pointers.cu_seqlens_q + batch) < total_q
+    without_gaps = _have_one_each(params, OPTIONS) & (not has_padding)
+    most = gl.where(has_padding, total_q // STEP + batch + 1, (total_q - 1) // STEP + batch)
+    return gl.where(without_gaps, batch, most), without_gaps
+
+
+@gluon.jit
+def find_numbered(number, without_gaps, params, OPTIONS: gl.constexpr):
     """Tile number `number`, found by a warp; none where it is negative."""
     by_lane: gl.constexpr = gl.BlockedLayout([SEARCHED_AT_ONCE // 32], [32], [1], [0])
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     batch = params.sizes.batch
-    lane = gl.arange(0, SEARCHED_AT_ONCE, by_lane)
-    started = lane * 0
-    for b0 in range(0, batch + 1, SEARCHED_AT_ONCE):
-        other = b0 + lane
-        bound = gl.load(params.pointers.cu_seqlens_q + other, mask=other <= batch, other=0)
-        started += ((other <= batch) & (bound // STEP + other <= number)).to(gl.int32)
-    b = gl.maximum(gl.sum(started, 0) - 1, 0)
+    b = gl.maximum(number, 0)
+    if not without_gaps:
+        lane = gl.arange(0, SEARCHED_AT_ONCE, by_lane)
+        started = lane * 0
+        for b0 in range(0, batch + 1, SEARCHED_AT_ONCE):
+            other = b0 + lane
+            bound = gl.load(params.pointers.cu_seqlens_q + other, mask=other <= batch, other=0)
+            started += ((other <= batch) & (bound // STEP + other <= number)).to(gl.int32)
+        b = gl.maximum(gl.sum(started, 0) - 1, 0)
     sequence = sequence_of(b, params, OPTIONS)
-    place = number - sequence.q_start // STEP - b
+    place = number - b
+    if not without_gaps:
+        place -= sequence.q_start // STEP
     first_token = place * STEP
     exists = (place >= 0) & (first_token < sequence.query_len)
     return Numbered(b, sequence, first_token, exists)
@@ -227,9 +253,10 @@ def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
     unit = gl.program_id(0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     room = params.sizes.heads_per_unit
-    units = numbers_of_tiles(params, OPTIONS) * heads * room
+    numbers, without_gaps = numbers_of_tiles(params, OPTIONS)
+    units = numbers * heads * room
     while unit < units:
-        found = find_numbered(unit // room // heads, params, OPTIONS)
+        found = find_numbered(unit // room // heads, without_gaps, params, OPTIONS)
         sequence = found.sequence
         piece = stretch_of_unit(unit, sequence, units, params, OPTIONS)
         if found.exists & (piece.number < piece.pieces):
@@ -253,10 +280,10 @@ def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
     n = 0
     place = gl.program_id(0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    numbers = numbers_of_tiles(params, OPTIONS)
+    numbers, without_gaps = numbers_of_tiles(params, OPTIONS)
     for first in range(0, numbers * heads, programs):
         unit = first + place
-        found = find_numbered(numbers - 1 - unit // heads, params, OPTIONS)
+        found = find_numbered(numbers - 1 - unit // heads, without_gaps, params, OPTIONS)
         if found.exists:
             sequence = found.sequence
             at = QueryTile(
