@@ -262,6 +262,7 @@ class TritonInterpreter(Functions, TritonGpu):
     def prepare(self):
         os.environ["TRITON_INTERPRET"] = "1"
         importlib.import_module("quick_interpreter").use()
+        importlib.import_module("same_pointers").watch()
 
 
 class Reference(Runner):

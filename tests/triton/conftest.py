@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 if not HAS_GPU:
     importlib.import_module("quick_interpreter").use()
+    importlib.import_module("same_pointers").watch()
 
 
 @pytest.fixture(scope="session")

@@ -84,8 +84,10 @@ def plan_parts(
     ]
     ranks = [plan_ranks(forward, options, first, count) for first, count in runs]
 
-    def plan_sum(format_: str) -> Launch:
-        return Launch(
+    stored = stored_format(forward.k.dtype, target)
+    # one for each run: the first has no sums before, and the last rounds them
+    adds = [
+        Launch(
             _add_parts_kernel,
             (forward.k.shape[0], heads, blocks),
             own_lists=own_lists,
@@ -96,12 +98,11 @@ def plan_parts(
             WIDTH=width_of(width),
             WIDTH_V=width_of(width_v),
             ENTRIES=AT_ONCE // width_of(max(width, width_v)),
-            FORMAT=format_,
+            FORMAT=stored if run + 1 == len(runs) else "NATIVE",
             num_warps=4,
         )
-
-    add_last = plan_sum(stored_format(forward.k.dtype, target))
-    add_others = plan_sum("NATIVE")
+        for run in range(len(runs))
+    ]
     total, is_scaled = heads * step * entries, dtype == torch.float16
 
     def new(
@@ -132,7 +133,6 @@ def plan_parts(
             before, is_last = sums, run + 1 == len(leaves)
             if not is_last and run == 0:
                 sums = [make() for make in new_sums]
-            add_up = add_last if is_last else add_others
-            add_up(parts, PartSums(*(results if is_last else sums), *before))
+            adds[run](parts, PartSums(*(results if is_last else sums), *before))
 
     return add
