@@ -9,13 +9,15 @@ import pytest
 import torch
 from covering import every_other
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+from planned_anew import planned_anew
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.unit_items import UnitLists
 from torch_paged_attn.backends.triton.hopper.units import plan as selected_units
 from torch_paged_attn.backends.triton.hopper.units.arguments import UnitCombinePointers
 from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
-from torch_paged_attn.backends.triton.portable.selected.unit_lists import make_unit_lists
+from torch_paged_attn.backends.triton.portable.selected import arguments as selected
+from torch_paged_attn.backends.triton.portable.selected.unit_lists import plan_unit_lists
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, next_power_of_2
 from torch_paged_attn.ops.selected_checks import selected_keys
 from torch_paged_attn.testing import Problem, Selected, assert_accurate, build
@@ -56,7 +58,8 @@ PROBLEMS = {
 
 def _new_lists(problem: Problem, rows: slice, device: torch.device) -> UnitLists:
     """The lists that kernels on a device make, on the CPU."""
-    lists = make_unit_lists(hopper_call(problem, device), HOPPER, rows, MOST, 2)
+    call = hopper_call(problem, device)
+    lists = plan_unit_lists(call, HOPPER, rows, MOST, 2)(selected.pointers_of(call, HOPPER))
     return UnitLists(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in lists))
 
 
@@ -178,10 +181,10 @@ def test_results(name, monkeypatch):
     monkeypatch.setattr(selected_units, "unprofitable", lambda call: None)
     assert selected_units.unsupported(hopper_call(PROBLEMS[name], "cuda")) is None
     call = build(PROBLEMS[name])
-    out, lse = call.to("cuda").run()
-    assert_accurate(out.cpu(), lse.cpu(), call.truth())
+    out, lse = planned_anew(call.to("cuda"))
+    assert_accurate(out, lse, call.truth())
     monkeypatch.setattr(selected_units, "MOST_BYTES", 2**16)
-    again = call.to("cuda").run()
+    again = planned_anew(call.to("cuda"))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 

@@ -1,6 +1,5 @@
 """`selected_attention` on GPUs: which kernel runs a call, and the plan of the portable one."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch_paged_attn.backends.triton.portable.selected.kernel import (
 )
 from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
 from torch_paged_attn.backends.triton.portable.selected.latents import _selected_latents_kernel
-from torch_paged_attn.backends.triton.portable.selected.unit_lists import make_unit_lists
+from torch_paged_attn.backends.triton.portable.selected.unit_lists import plan_unit_lists
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, picker, without_gaps
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
@@ -61,10 +60,10 @@ def _plan(*tensors: Tensor | None, **options: Any) -> Plan:
     check_selected(call)
     BACKEND.refuse_lacking(call)
     given = [name for name, x in zip(NAMES, tensors, strict=True) if x is not None]
-    return after_copies(_plan_checked(call, given, options), copied)
+    return after_copies(_plan_checked(call, given), copied)
 
 
-def _plan_checked(call: AttentionCall, given: list[str], options: dict[str, Any]) -> Plan:
+def _plan_checked(call: AttentionCall, given: list[str]) -> Plan:
     """The plan of a call that has the tensors of these names."""
     new_out, new_lse = map(Allocation.like, call.new_results())
     if 0 in new_out.shape:
@@ -74,7 +73,7 @@ def _plan_checked(call: AttentionCall, given: list[str], options: dict[str, Any]
     if hopper.unsupported(call) is None:
         start = hopper.plan_launches(call, given)
     elif (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
-        start = functools.partial(_attend_units, given, options)
+        start = _plan_units(call, given)
     else:
         start = _plan_portable(call, given)
 
@@ -86,14 +85,15 @@ def _plan_checked(call: AttentionCall, given: list[str], options: dict[str, Any]
     return run
 
 
-def _attend_units(
-    given: list[str], options: dict[str, Any], tensors: tuple[Any, ...], addresses: Any,
-    out: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """A long prefill, whose lists and chunks are made anew in each call: the GPU takes longer."""
-    found = dict(zip(given, tensors, strict=True))
-    call = _call_of(tuple(map(found.get, NAMES)), options)
-    selected_units.attend(call, out, lse, make_unit_lists)
+def _plan_units(call: AttentionCall, given: list[str]) -> Callable[..., None]:
+    """The same as `_plan_portable`, by the kernels that visit units: a long prefill."""
+    attend = selected_units.plan_units(call, plan_unit_lists)
+    pick = picker(given, SelectedPointers._fields)
+
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+        attend(SelectedPointers(*pick((*tensors, None))), out, lse)
+
+    return start
 
 
 def _plan_portable(call: AttentionCall, given: list[str]) -> Callable[..., None]:

@@ -6,7 +6,6 @@ Keys and values of a unit are read once for all of its tokens; see `kernel.py`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,10 @@ from torch_paged_attn.backends.triton.common.unit_items import UnitLists, units_
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.units import arguments
 from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
+from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.selection import Selection
 
 # heads that share a unit, keys of a unit, and widths that the kernel has tiles for; a larger unit
@@ -36,6 +37,11 @@ LEAST_UNIT_ROWS, LEAST_TOKENS = 16, 4
 LEAST_TILES = 16
 # bytes of parts: calls with more are done some tokens at a time
 MOST_BYTES = 2**31
+
+# makes the lists of some rows of a call
+MakeLists = Callable[[SelectedPointers], UnitLists]
+# takes a call's tensors, and those for results
+Attend = Callable[[SelectedPointers, Tensor, Tensor], None]
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -121,144 +127,170 @@ def options_of(call: AttentionCall) -> arguments.UnitOptions:
     )
 
 
+def _in_pieces(indices: Tensor, counts: Tensor | None, pieces: int) -> tuple[Tensor, Tensor | None]:
+    """Lists of pieces of units. No piece of an entry that names nothing has a number from 0 on."""
+    if pieces == 1:
+        return indices, counts
+    of_unit = torch.arange(pieces, dtype=indices.dtype, device=indices.device)
+    indices = (indices[..., None] * pieces + of_unit).flatten(-2)
+    return indices, None if counts is None else counts * pieces
+
+
 def _in_units(call: AttentionCall) -> AttentionCall:
     """The call with lists of units that the kernel has tiles for."""
     selection = call.lists
-    pieces = selection.select_size // UNITS[-1]
-    if pieces <= 1:
-        return call
-    indices, counts = selection.key_indices, selection.num_selected
-    of_unit = torch.arange(pieces, dtype=indices.dtype, device=indices.device)
-    # no piece of an entry that names nothing has a number from 0 on
-    indices = (indices[..., None] * pieces + of_unit).flatten(-2)
-    counts = None if counts is None else counts * pieces
-    return dataclasses.replace(call, selection=Selection(indices, counts, UNITS[-1]))
+    size = min(selection.select_size, UNITS[-1])
+    pieces = selection.select_size // size
+    lists = _in_pieces(selection.key_indices, selection.num_selected, pieces)
+    return dataclasses.replace(call, selection=Selection(*lists, size))
 
 
-def attend(
-    call: AttentionCall, out: Tensor, lse: Tensor, make_lists: Callable[..., UnitLists]
-) -> None:
-    """Write the results of a call for which `unsupported` has no reason. `make_lists` is
-    `unit_lists.make_unit_lists`."""
-    call = _in_units(call)
-    selection = call.lists
+def plan_units(call: AttentionCall, plan_lists: Callable[..., MakeLists]) -> Attend:
+    """What writes the results of calls like one for which `unsupported` has no reason. `plan_lists`
+    is `unit_lists.plan_unit_lists`."""
+    of_lists, call = call.lists.select_size, _in_units(call)
+    pieces = of_lists // call.lists.select_size
     target, options = target_of(call.q.device), options_of(call)
-    entries = selection.key_indices.shape[2]
+    entries = call.lists.key_indices.shape[2]
     width = call.head_dim_v + (call.head_dim if options.IS_COPIED else 0)
     of_token = call.num_heads * entries * width * 2
     # chunks of equal length
     chunks = cdiv(call.total_q * of_token, MOST_BYTES)
     step = cdiv(call.total_q, max(chunks, 1))
-    for first in range(0, call.total_q, step):
-        rows = slice(first, min(first + step, call.total_q))
-        lists = make_lists(call, target, rows, most_entries(call.group_size), options.TOKENS)
-        _attend_rows(call, lists, options, out, lse)
+    ranges = [
+        slice(first, min(first + step, call.total_q)) for first in range(0, call.total_q, step)
+    ]
+    most = most_entries(call.group_size)
+    make_lists = [plan_lists(call, target, rows, most, options.TOKENS) for rows in ranges]
+    attend_rows = [_RowPlan(call, rows, options) for rows in ranges]
+
+    def attend(given: SelectedPointers, out: Tensor, lse: Tensor) -> None:
+        indices, counts = _in_pieces(given.key_indices, given.num_selected, pieces)
+        given = given._replace(key_indices=indices, num_selected=counts)
+        for make, attend_some in zip(make_lists, attend_rows, strict=True):
+            attend_some(given, make(given), out, lse)
+
+    return attend
 
 
-def _attend_rows(
-    call: AttentionCall, lists: UnitLists, options: arguments.UnitOptions, out: Tensor, lse: Tensor
-) -> None:
-    """The results of the rows that have lists."""
-    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
-    from torch_paged_attn.backends.triton.hopper.units.kernel import _hopper_attention_units_kernel
+class _RowPlan:
+    """The launches for some rows of calls like one."""
 
-    target, table = target_of(call.q.device), call.block_table
-    count, groups, entries = lists.buckets.shape
+    def __init__(self, call: AttentionCall, rows: slice, options: arguments.UnitOptions) -> None:
+        from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+        from torch_paged_attn.backends.triton.hopper.units.kernel import (
+            _hopper_attention_units_kernel,
+        )
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=call.q.device)
+        target, table, device = target_of(call.q.device), call.block_table, call.q.device
+        _, groups, entries = call.lists.key_indices.shape
+        count = rows.stop - rows.start
+        of_part = count * groups * entries, call.group_size
+        self._new_parts = Allocation((*of_part, call.head_dim_v), torch.float16, device)
+        self._new_numbers = Allocation(of_part, torch.float32, device)
+        self._copy_queries = _plan_copy(call, of_part[0]) if options.IS_COPIED else None
+        if options.IS_COPIED:
+            copied = call.q.new_empty((0, 1, call.head_dim))
+            self._q_boxes = ragged_rows(copied, arguments.BLOCK_M, 1, options.WIDTH)
+        else:
+            self._q_boxes = ragged_rows(call.q, 1, options.GROUP_SIZE, options.WIDTH)
+        k, v = (x if not call.is_paged else x[0].transpose(0, 1) for x in (call.k, call.v))
+        page_rows = [x.stride(0) // x.stride(2) if call.is_paged else 0 for x in (call.k, call.v)]
+        self._k_boxes = ragged_rows(k, options.BOX_ROWS, 1, options.WIDTH)
+        self._v_boxes = ragged_rows(v, options.BOX_ROWS, 1, options.WIDTH_V)
+        self._is_paged = call.is_paged
+        sizes = arguments.UnitSizes(
+            entries=groups * entries,
+            num_pages=call.k.shape[0],
+            stride_table=0 if table is None else table.stride(0),
+        )
+        self._attend = Launch(
+            _hopper_attention_units_kernel,
+            (target.multiprocessors,),
+            **sizes._asdict(),
+            scalars=arguments.UnitScalars(call.scale * LOG2E.value, *page_rows),
+            OPTIONS=options,
+            num_warps=4,
+        )
+        self._combine = Launch(
+            _combine_units_kernel,
+            (count, groups),
+            first_row=rows.start,
+            total_q=call.total_q,
+            batch=call.batch,
+            entries=entries,
+            NUM_HEADS=call.num_heads,
+            HEADS=call.group_size,
+            WIDTH=call.head_dim_v,
+            K=next_power_of_2(entries),
+            # of 128 columns of a head, a thread has four
+            num_warps=min(call.group_size, 4),
+        )
 
-    of_part = count * groups * entries, call.group_size
-    parts = new(*of_part, call.head_dim_v, dtype=torch.float16)
-    part_lse, part_scale = new(*of_part), new(*of_part)
-    if options.IS_COPIED:
-        queries = _copied_queries(call, lists).flatten(0, 1)
-        q_boxes = ragged_rows(queries[:, None], arguments.BLOCK_M, 1, options.WIDTH)
-    else:
-        queries = call.q
-        q_boxes = ragged_rows(queries, 1, options.GROUP_SIZE, options.WIDTH)
-    k, v = (x if not call.is_paged else x[0].transpose(0, 1) for x in (call.k, call.v))
-    page_rows = [x.stride(0) // x.stride(2) if call.is_paged else 0 for x in (call.k, call.v)]
-    bounds = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
-    pointers = arguments.UnitPointers(
-        entries=lists.entries,
-        rows=lists.rows,
-        items=lists.items,
-        num_items=lists.num_items,
-        last_keys=lists.last_keys,
-        parts=parts,
-        part_lse=part_lse,
-        part_scale=part_scale,
-        k_first=None if call.is_paged else bounds if call.k_start is None else call.k_start,
-        block_table=table,
-    )
-    sizes = arguments.UnitSizes(
-        entries=groups * entries,
-        num_pages=call.k.shape[0],
-        stride_table=0 if table is None else table.stride(0),
-    )
-    rows: dict[str, Any] = {"rows": options.BOX_ROWS, "heads": 1}
-    Launch(
-        _hopper_attention_units_kernel,
-        (target.multiprocessors,),
-        **sizes._asdict(),
-        scalars=arguments.UnitScalars(call.scale * LOG2E.value, *page_rows),
-        OPTIONS=options,
-        num_warps=4,
-    )(
-        q_boxes.at(queries.data_ptr()),
-        ragged_rows(k, **rows, width=options.WIDTH).at(call.k.data_ptr()),
-        ragged_rows(v, **rows, width=options.WIDTH_V).at(call.v.data_ptr()),
-        pointers,
-    )
-    Launch(
-        _combine_units_kernel,
-        (count, groups),
-        first_row=lists.first_row,
-        total_q=call.total_q,
-        batch=call.batch,
-        entries=entries,
-        NUM_HEADS=call.num_heads,
-        HEADS=call.group_size,
-        WIDTH=call.head_dim_v,
-        K=next_power_of_2(entries),
-        # of 128 columns of a head, a thread has four
-        num_warps=min(call.group_size, 4),
-    )(
-        arguments.UnitCombinePointers(
+    def __call__(self, given: SelectedPointers, lists: UnitLists, out: Tensor, lse: Tensor) -> None:
+        parts, part_lse, part_scale = self._new_parts(), self._new_numbers(), self._new_numbers()
+        queries = given.q if self._copy_queries is None else self._copy_queries(given.q, lists)
+        bounds = given.cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k
+        bounds = bounds if given.k_start is None else given.k_start
+        pointers = arguments.UnitPointers(
+            entries=lists.entries,
+            rows=lists.rows,
+            items=lists.items,
+            num_items=lists.num_items,
+            last_keys=lists.last_keys,
             parts=parts,
             part_lse=part_lse,
             part_scale=part_scale,
-            buckets=lists.buckets,
-            out=out,
-            lse=lse,
-            sinks=call.sinks,
-            cu_seqlens_q=call.cu_seqlens_q,
+            k_first=None if self._is_paged else bounds,
+            block_table=given.block_table,
         )
-    )
+        self._attend(
+            self._q_boxes.at(queries.data_ptr()),
+            self._k_boxes.at(given.k.data_ptr()),
+            self._v_boxes.at(given.v.data_ptr()),
+            pointers,
+        )
+        self._combine(
+            arguments.UnitCombinePointers(
+                parts=parts,
+                part_lse=part_lse,
+                part_scale=part_scale,
+                buckets=lists.buckets,
+                out=out,
+                lse=lse,
+                sinks=given.sinks,
+                cu_seqlens_q=given.cu_seqlens_q,
+            )
+        )
 
 
-def _copied_queries(call: AttentionCall, lists: UnitLists) -> Tensor:
-    """`(entries, group_size, head_dim)`: query rows of entries in the order of `lists.entries`."""
+def _plan_copy(call: AttentionCall, total: int) -> Callable[[Tensor, UnitLists], Tensor]:
+    """What copies query rows of `total` entries in the order of `lists.entries`, `(entries,
+    group_size, head_dim)`."""
     from torch_paged_attn.backends.triton.hopper.units.rows import _copy_unit_queries_kernel
 
-    total = len(lists.rows)
-    copied = call.q.new_empty((total, call.group_size, call.head_dim))
     row, head = call.q.stride()[:2]
-    Launch(
+    launch = Launch(
         _copy_unit_queries_kernel,
         (cdiv(total, arguments.BLOCK_M),),
         row_pieces=row // 8,
         head_pieces=head // 8,
         groups=call.num_kv_heads,
-        entries=lists.buckets.shape[2],
+        entries=call.lists.key_indices.shape[2],
         HEADS=call.group_size,
         WIDTH=call.head_dim,
         ROWS=arguments.BLOCK_M,
         num_warps=4,
-    )(
-        arguments.UnitQueryPointers(
-            call.q, lists.entries, lists.rows, lists.items, lists.num_items, copied
-        )
     )
-    return copied
+    new_rows = Allocation((total, call.group_size, call.head_dim), call.q.dtype, call.q.device)
+
+    def copy(q: Tensor, lists: UnitLists) -> Tensor:
+        copied = new_rows()
+        launch(
+            arguments.UnitQueryPointers(
+                q, lists.entries, lists.rows, lists.items, lists.num_items, copied
+            )
+        )
+        return copied
+
+    return copy

@@ -7,19 +7,24 @@ bucket's entries may change from call to call: nothing may depend on it. Nothing
 host.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.unit_items import ITEM, ITEM_WORDS, UnitLists, units_of
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
-from torch_paged_attn.backends.triton.portable.selected.keys import SelectedSizes, find_token
+from torch_paged_attn.backends.triton.portable.selected.keys import (
+    SelectedPointers,
+    SelectedSizes,
+    find_token,
+)
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
 # tokens of a program that counts, and entries that are put in order at a time
 TOKENS, ENTRIES = 32, 1024
@@ -34,7 +39,7 @@ class EntryPointers(NamedTuple):
     """Memory of the kernel that puts entries in order. The last three are results: see
     `unit_items.UnitLists`."""
 
-    counters: Any  # of buckets, as `make_unit_lists` describes them
+    counters: Any  # of buckets, as `plan_unit_lists` describes them
     buckets: Any  # of entries, -1 for those that do not count
     ranks: Any  # of entries in their buckets
     starts: Any  # of buckets: the number of their first entry
@@ -51,54 +56,43 @@ def buckets_of(call: AttentionCall) -> int:
     return selection.key_indices.shape[1] * sequences * units_of(call)
 
 
-def make_unit_lists(
+def plan_unit_lists(
     call: AttentionCall, target: Target, rows: slice, most: int, multiple: int
-) -> UnitLists:
-    """The lists of some query rows. An item has `most` entries at most, a multiple of `multiple`; a
-    bucket that has more is cut into items of equal length, but for the last one.
+) -> Callable[[SelectedPointers], UnitLists]:
+    """What makes the lists of some query rows, of calls like this one. An item has `most` entries
+    at most, a multiple of `multiple`; a bucket that has more is cut into items of equal length, but
+    for the last one.
     """
     selection, device = call.lists, call.q.device
     _, groups, entries = selection.key_indices.shape
     count, num_buckets = rows.stop - rows.start, buckets_of(call)
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    total = count * groups * entries
-    buckets, ranks, last_keys = new(count, groups, entries), new(total), new(count)
-    # of buckets: entries, one past the last key that a token sees, and FAR less the first one
-    # behind those that all tokens see
-    counters = torch.zeros((3, num_buckets), dtype=torch.int32, device=device)
-    starts, first_items, num_items = new(num_buckets), new(num_buckets), new(1)
-    ordered, rows_of = new(total), new(total)
-    items = new(min(num_buckets, total) + total // most, ITEM_WORDS.value)
+    total, units = count * groups * entries, units_of(call)
+    num_items = min(num_buckets, total) + total // most
     config = selected.config_of(call, target)
-    options = selected.options_of(call, target, config, False)
-    sizes, units = selected.sizes_of(call), units_of(call)
-    Launch(
+    count_units = Launch(
         _count_units_kernel,
         (cdiv(count, TOKENS), groups),
         first_row=rows.start,
         stop_row=rows.stop,
         units=units,
         num_buckets=num_buckets,
-        **sizes._asdict(),
+        **selected.sizes_of(call)._asdict(),
         strides=selected.strides_of(call),
         scalars=selected.scalars_of(call),
         TOKENS=TOKENS,
         K=next_power_of_2(entries),
-        OPTIONS=options,
+        OPTIONS=selected.options_of(call, target, config, False),
         num_warps=4,
-    )(selected.pointers_of(call, target), counters, buckets, ranks, last_keys)
-    Launch(
+    )
+    start_buckets = Launch(
         _start_buckets_kernel,
         (1,),
         num_buckets=num_buckets,
         MOST=most,
         BUCKETS=FEW_BUCKETS if num_buckets <= FEW_BUCKETS else BUCKETS,
         num_warps=16,
-    )(counters, starts, first_items, num_items)
-    Launch(
+    )
+    order_entries = Launch(
         _order_entries_kernel,
         (cdiv(total, ENTRIES),),
         total=total,
@@ -112,19 +106,38 @@ def make_unit_lists(
         MULTIPLE=multiple,
         ENTRIES=ENTRIES,
         num_warps=4,
-    )(
-        EntryPointers(
-            counters=counters,
-            buckets=buckets,
-            ranks=ranks,
-            starts=starts,
-            first_items=first_items,
-            entries=ordered,
-            rows=rows_of,
-            items=items,
-        )
     )
-    return UnitLists(ordered, rows_of, items, num_items, buckets, last_keys, rows.start)
+
+    def new(*shape: int) -> Allocation:
+        return Allocation(shape, torch.int32, device)
+
+    # of buckets: entries, one past the last key that a token sees, and FAR less the first one
+    # behind those that all tokens see
+    new_counters, of_buckets, of_entries = new(3, num_buckets), new(num_buckets), new(total)
+    new_buckets, new_last_keys = new(count, groups, entries), new(count)
+    new_count, new_items = new(1), new(num_items, ITEM_WORDS.value)
+
+    def make(given: SelectedPointers) -> UnitLists:
+        counters, buckets, ranks = new_counters().zero_(), new_buckets(), of_entries()
+        last_keys, starts, first_items = new_last_keys(), of_buckets(), of_buckets()
+        count_items, ordered, rows_of, items = new_count(), of_entries(), of_entries(), new_items()
+        count_units(given, counters, buckets, ranks, last_keys)
+        start_buckets(counters, starts, first_items, count_items)
+        order_entries(
+            EntryPointers(
+                counters=counters,
+                buckets=buckets,
+                ranks=ranks,
+                starts=starts,
+                first_items=first_items,
+                entries=ordered,
+                rows=rows_of,
+                items=items,
+            )
+        )
+        return UnitLists(ordered, rows_of, items, count_items, buckets, last_keys, rows.start)
+
+    return make
 
 
 @triton.jit(
