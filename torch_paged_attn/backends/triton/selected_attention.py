@@ -72,7 +72,7 @@ def _plan_checked(call: AttentionCall, given: list[str], options: dict[str, Any]
     if call.batch == 0:  # rows of padding alone
         return lambda tensors, addresses: (new_out().zero_(), new_lse().fill_(float("-inf")))
     if hopper.unsupported(call) is None:
-        start = hopper.plan_launches(call, given)
+        start = hopper.plan_launches(call, given, hopper.launches_of(call))
     elif (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
         start = functools.partial(_attend_units, given, options)
     else:
