@@ -51,7 +51,12 @@ LEFT_OVER = {"cuda": 64, "hip": 0}
 
 # latents of whole sequences, 512 numbers with scales by column
 LATENTS_BY_COLUMN = (
-    *("mla/decode_columns/bf16", "mla/prefill_columns/bf16", "mla/prefill_columns/f16"),
+    *(
+        "mla/decode_columns/bf16",
+        "mla/decode_h8_columns/bf16",
+        "mla/prefill_columns/bf16",
+        "mla/prefill_columns/f16",
+    ),
     "deepseek_mla/latent_columns/bf16",
 )
 
@@ -121,6 +126,7 @@ KNOWN = {
 # leave them, the kernel is slower
 BYTES_OF_8_HEADS = "h8", "h5_page1", "h8_slots", "h8_nothing", "h8_long"
 KNOWN |= {("sm90", f"bytes_{name}"): 136 for name in BYTES_OF_8_HEADS}
+KNOWN["sm90", "mla/decode_h8_columns/bf16"] = 136
 
 # The same for a kernel, whatever the call: its accumulators fill the registers, and smaller tiles,
 # which spill less, are slower.
