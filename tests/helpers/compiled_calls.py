@@ -223,7 +223,7 @@ MORE = {
             Problem(
                 f"mla/{name}_columns/{dtype}",
                 seqs,
-                16,
+                8 if name.endswith("h8") else 16,
                 1,
                 64,
                 512,
@@ -236,6 +236,7 @@ MORE = {
             )
             for name, seqs, dtype in (
                 ("decode", ((1, 600), (1, 64), (1, 0)), "bf16"),
+                ("decode_h8", ((1, 600), (1, 64), (1, 0)), "bf16"),
                 ("prefill", PREFILL, "bf16"),
                 ("prefill", PREFILL, "f16"),
             )

@@ -51,7 +51,12 @@ LEFT_OVER = {"cuda": 64, "hip": 0}
 
 # latents of whole sequences, 512 numbers with scales by column
 LATENTS_BY_COLUMN = (
-    *("mla/decode_columns/bf16", "mla/prefill_columns/bf16", "mla/prefill_columns/f16"),
+    *(
+        "mla/decode_columns/bf16",
+        "mla/decode_h8_columns/bf16",
+        "mla/prefill_columns/bf16",
+        "mla/prefill_columns/f16",
+    ),
     "deepseek_mla/latent_columns/bf16",
 )
 
@@ -121,6 +126,7 @@ KNOWN = {
 # leave them, the kernel is slower
 BYTES_OF_8_HEADS = "h8", "h5_page1", "h8_slots", "h8_nothing", "h8_long"
 KNOWN |= {("sm90", f"bytes_{name}"): 136 for name in BYTES_OF_8_HEADS}
+KNOWN["sm90", "mla/decode_h8_columns/bf16"] = 136
 
 # The same for a kernel, whatever the call: its accumulators fill the registers, and smaller tiles,
 # which spill less, are slower.
@@ -160,6 +166,7 @@ class Kernel:
     fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
     parts_threads: bool  # by a clock that each of them reads
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
+    repeated_factors: int  # of products, on NVIDIA's chips, with keys that lanes hold twice
     wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
     code: int  # bytes of machine code
     scratch: int  # bytes of memory that Triton would allocate for a program
@@ -182,6 +189,8 @@ class Kernel:
             found.append("a branch by a clock that each thread reads for itself")
         if self.mixes_lanes:
             found.append("one of two numbers in a register that overflows into the other")
+        if self.repeated_factors:
+            found.append(f"{self.repeated_factors} factors of products whose lanes repeat numbers")
         if call in INVARIANT and self.fused > 0:
             # which of two it takes differs from row to row of a tile
             found.append(f"{self.fused} sums whose rounding is the compiler's choice")
@@ -250,8 +259,25 @@ def mixes_lanes(ptx: str) -> bool:
     return any(not products.isdisjoint(made.get(x, "").split(", ")) for x in halved)
 
 
+def repeated_factors(ttgir: str) -> int:
+    """How many factors of products of `mma.sync` have fewer numbers to add up than the four lanes
+    of a row hold, `kWidth` each: Triton 3.6 takes some of them twice, and others by wrong columns
+    (triton-lang/triton#10645).
+    """
+    found = re.findall(
+        r"tensor<(?:\d+x)*(\d+)x(\d+)x[a-z]\w*, #ttg\.dot_op<\{opIdx = ([01]),"
+        r" parent = (#\w+), kWidth = (\d+)\}>",
+        ttgir,
+    )
+    parents = dict(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = (\d)", ttgir, re.M))
+    return sum(
+        parents.get(parent) == "2" and int((columns, rows)[int(side)]) < 4 * int(width)
+        for rows, columns, side, parent, width in set(found)
+    )
+
+
 def _read(arch: str, name: str, binary) -> Kernel:
-    scalar_spills = fused = 0
+    scalar_spills = fused = repeated = 0
     parts_threads = lanes_mix = False
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
@@ -268,6 +294,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         fused = _fused(text, binary.asm["llir"])
         parts_threads = "%globaltimer" in text and _parts_threads(text)
         lanes_mix = mixes_lanes(text)
+        repeated = repeated_factors(binary.asm["ttgir"])
     # Gluon's kernels begin further down
     code = binary.asm.get("ttir") or binary.asm["ttgir"]
     is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
@@ -278,6 +305,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
         parts_threads=parts_threads,
         mixes_lanes=lanes_mix,
+        repeated_factors=repeated,
         code=_code_bytes(binary.asm["hsaco" if arch.startswith("gfx") else "cubin"]),
         scratch=sum(getattr(binary.metadata, f"{kind}_scratch_size", 0) for kind in SCRATCH),
         wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),

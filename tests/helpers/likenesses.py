@@ -66,6 +66,12 @@ LIKE: Reasons = {
     "latent/grouped/f32": Like("deepseek_mla/latent_e4m3/bf16", "several KV heads"),
     "latent/columns/f32": Like("deepseek_mla/latent_columns/bf16", "packed, with softcap"),
     "latent/sparse_columns/f16": Like("deepseek_mla/latent_columns/bf16", "a layout, in float16"),
+    "deepseek_mla/latent_columns_int4/bf16": Like(
+        "deepseek_mla/latent_columns/bf16", "two latents a byte"
+    ),
+    "latent/sparse_columns_int4/f16": Like(
+        "deepseek_mla/latent_columns_int4/bf16", "a layout, in float16"
+    ),
     "rl/invariant/f16": Like("llama3_8b/mixed/bf16", "whose bits may depend on more"),
     "tp/dropout_base/f32": Like("training/dropout/f32", "another part of the mask"),
 }

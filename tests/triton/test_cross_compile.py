@@ -28,6 +28,7 @@ FEW = {
     ("sm86", "backward/d128/everything/bf16"),
     # of the arguments that a backend may lack
     ("sm90", "deepseek_mla/latent/bf16"),
+    ("sm90", "latent/sparse_columns_int4/f16"),
     ("gfx942", "dcp/window_alibi/f32"),
     # of bits that depend on a sequence alone: Hopper's kernel, and the portable one
     ("sm90", "rl/invariant/f16"),
@@ -130,6 +131,18 @@ def test_compiles(arch, name, compiler):
     assert kernels
     for kernel in kernels:
         assert not kernel.faults(arch, name), kernel
+
+
+def test_what_repeats_factors():
+    """Four lanes hold four numbers each of a factor of 16, and eight of one of 32."""
+    mma = "#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0}>"
+    weights = "tensor<16x16xf16, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = %d}>>"
+    values = "tensor<2x32x128xf16, #ttg.dot_op<{opIdx = 1, parent = #mma, kWidth = %d}>>"
+    found = [
+        cross_compile.repeated_factors(f"{mma}\n{weights % a}\n{values % b}")
+        for a, b in ((4, 4), (8, 8), (8, 16))
+    ]
+    assert found == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ _OFFSETS = "rng_state[2:]"
 TOKEN_SCALES = ("k_descale by token", "v_descale by token")
 INT4 = ("k in int4", "v in int4")
 # of latents: scales of each token and head for LATENT_COLUMNS columns each
-COLUMN_SCALES = ("v_descale by column", "v_descale by column and int4")
+COLUMN_SCALES = ("v_descale by column",)
 OPTIONAL = (*(x.name for x in _LISTED), _OFFSETS, *COLUMN_SCALES, *TOKEN_SCALES, *INT4)
 # those that a backward takes as well
 OF_BACKWARD = (*(x.name for x in _LISTED if x.in_backward), _OFFSETS)
@@ -32,7 +32,6 @@ _FORMS: dict[str, Callable[[Any, Any], bool]] = {
         is_by_token(x, call.cu_seqlens_q.shape[0] - 1) and not is_by_column(x, call.k)
     ),
     " by column": lambda x, call: is_by_column(x, call.k),
-    " by column and int4": lambda x, call: is_by_column(x, call.k) and "uint8" in str(call.v.dtype),
     " in int4": lambda x, call: "uint8" in str(x.dtype),  # of torch or of JAX
 }
 

@@ -136,8 +136,6 @@ class Problem:
             "k_descale by token": self.descale == "tokens",
             "v_descale by token": self.descale == "tokens",
             "v_descale by column": self.descale == "columns",
-            "v_descale by column and int4": self.descale == "columns"
-            and (self.v_dtype or self.kv_dtype) == torch.uint8,
             "k in int4": self.kv_dtype == torch.uint8,
             "v in int4": (self.v_dtype or self.kv_dtype) == torch.uint8,
         }

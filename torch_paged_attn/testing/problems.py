@@ -402,6 +402,20 @@ EXTENDED = {
             dropout_p=0.3,
             layout=Layout(16, 32, "all", density=0.6),
         ),
+        # two latents a byte, as a factor of few keys
+        Problem(
+            "latent/sparse_columns_int4/f16",
+            MIXED,
+            4,
+            2,
+            32,
+            256,
+            dtype=f16,
+            v_dtype=torch.uint8,
+            latent=True,
+            descale="columns",
+            layout=Layout(16, 16, "all", density=0.6),
+        ),
         Problem("latent/grouped/f32", MIXED, 4, 2, 24, 40, latent=True, softcap=9.0, sinks=True),
         Problem(
             "vllm/tokens_int8/bf16",

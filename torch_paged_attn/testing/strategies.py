@@ -85,9 +85,7 @@ def extras(draw, problem, optional, trains):
     if not trains and problem.cache_layout != "mla" and wants("q_latent"):
         changes["latent"] = True
         changes["v_dtype"] = draw(sometimes(st.sampled_from((problem.dtype, *FLOAT8)), None))
-        stored = changes["v_dtype"] or problem.kv_dtype
-        name = "v_descale by column" + " and int4" * (stored == torch.uint8)
-        if "descale" not in changes and wants(name):
+        if "descale" not in changes and wants("v_descale by column"):
             columns = LATENT_COLUMNS * draw(st.integers(1, 4))
             changes |= {"descale": "columns", "head_dim_v": columns}
             if problem.page_size is not None and draw(st.booleans()):

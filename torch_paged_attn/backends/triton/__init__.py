@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import INT4, TOKEN_SCALES
+from torch_paged_attn.ops.lacking import COLUMN_SCALES, INT4, TOKEN_SCALES
 from torch_paged_attn.ops.paths import Path
 from torch_paged_attn.ops.repeated import Recent
 
@@ -26,8 +26,7 @@ class Triton(Backend):
         *("q_latent", "tail_mask", "k_start", "q_position", "rng_state[2:]", "batch_invariant"),
         *("key_ranks", "key_rank", "key_interleave"),
         *(f"{x} but of selected" for x in (*TOKEN_SCALES, *INT4)),
-        # without int4: one drawn call was wrong on an H200, and right in the interpreter
-        "v_descale by column",
+        *COLUMN_SCALES,
     )
     supports_in_backward = (
         *("tail_mask", "k_start", "q_position", "rng_state[2:]"),

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, arguments, sizes_of_tensors
+from torch_paged_attn.attention_call import (
+    AttentionCall,
+    arguments,
+    is_by_column,
+    sizes_of_tensors,
+)
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.dispatch import kernels, unpacked
 from torch_paged_attn.backends.triton.dispatch.cost_model import UNPACKED
@@ -18,6 +23,7 @@ from torch_paged_attn.backends.triton.hopper.forward import plan as flash_varlen
 from torch_paged_attn.backends.triton.hopper.forward.choices import FORM, Form
 from torch_paged_attn.backends.triton.hopper.forward.tiles import are_few_stretches
 from torch_paged_attn.backends.triton.hopper.mla import plan as mla
+from torch_paged_attn.backends.triton.hopper.selected import in_order_plan as columns
 from torch_paged_attn.backends.triton.portable.forward.plan import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.contiguous import after_copies, without_gaps
@@ -34,6 +40,7 @@ logger = logging.getLogger(__name__)
 # kernels of a call -> their name in the log
 SAID = {
     "hopper latent": "the Hopper kernel for latent attention",
+    "hopper columns": "the Hopper kernel for latents with scales by column",
     "hopper": "the Hopper kernel",
     "hopper and portable": "the Hopper kernel over copied keys and the portable kernel",
     "portable": "the portable kernel",
@@ -105,9 +112,20 @@ def unsupported_latent(call: AttentionCall) -> str | None:
     return reason
 
 
+def unsupported_columns(call: AttentionCall) -> str | None:
+    """Why Hopper's kernel for latents with scales by column does not run a call of them; None if it
+    does.
+    """
+    reason = columns.unsupported(call) or columns.unprofitable(call)
+    if reason is None and call.is_batch_invariant:
+        return "results must not depend on the batch"
+    return reason
+
+
 class Choice(NamedTuple):
-    """The kernel that runs a call: `"hopper latent"`, `"hopper"`, `"portable"`, or some sequences
-    each, `"hopper and portable"`; why, if it is not `"hopper"`; and how it runs it.
+    """The kernel that runs a call: `"hopper latent"`, `"hopper columns"`, `"hopper"`, `"portable"`,
+    or some sequences each, `"hopper and portable"`; why, if it is not `"hopper"`; and how it runs
+    it.
     """
 
     kernel: str
@@ -121,6 +139,9 @@ def choose(call: AttentionCall, longest: int = 0) -> Choice:
     """The kernel that runs a call. `longest`: the hint max_seqlen_q, or 0."""
     if unsupported_latent(call) is None:
         return Choice("hopper latent")
+    if is_by_column(call.v_descale, call.v):
+        reason = unsupported_columns(call)
+        return Choice("hopper columns" if reason is None else "portable", reason)
     reason = unsupported_on_hopper(call)
     if (way := kernels.way_of(call, longest, reason)) is not None:
         if way.name == UNPACKED:
@@ -314,6 +335,8 @@ class AttentionOp:
             return unpacked.plan_attention(call)
         if kernel == "hopper":
             return flash_varlen_sm90.plan_attention(call, form=form)
+        if kernel == "hopper columns":
+            return columns.plan_attention(call)
         config, splits = (None, None) if way is None else (way.config, way.splits)
         in_turns = 0 if is_traced() else in_turns
         plan = plan_attention(call, config=config, splits=splits, longest=in_turns)

@@ -71,7 +71,7 @@ def _plan_checked(call: AttentionCall, given: list[str]) -> Plan:
     if call.batch == 0:  # rows of padding alone
         return lambda tensors, addresses: (new_out().zero_(), new_lse().fill_(float("-inf")))
     if hopper.unsupported(call) is None:
-        start = hopper.plan_launches(call, given)
+        start = hopper.plan_launches(call, given, hopper.launches_of(call))
     elif (selected_units.unsupported(call) or selected_units.unprofitable(call)) is None:
         start = _plan_units(call, given)
     else:

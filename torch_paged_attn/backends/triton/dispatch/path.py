@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.hopper.backward import plan as hopper_back
 from torch_paged_attn.backends.triton.hopper.forward import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.forward.choices import Form, choose_tiles
 from torch_paged_attn.backends.triton.hopper.mla import work as mla_work
+from torch_paged_attn.backends.triton.hopper.selected import in_order_plan as columns
 from torch_paged_attn.backends.triton.hopper.selected import index_scores
 from torch_paged_attn.backends.triton.hopper.selected import plan as latent_lists
 from torch_paged_attn.backends.triton.hopper.units import plan as selected_units
@@ -148,8 +149,12 @@ def _attention(call: AttentionCall) -> Path:
         details["microseconds"] = ranking
     workspace: int | None
     if choice.kernel == "hopper latent":
-        details["hopper"], workspace = _latent(call)
+        details["hopper"], workspace = _latent(call, mla_work.options_of(call))
         reason = "one KV head whose values are columns of its keys; elsewhere, portable"
+        return Path("triton", choice.kernel, reason, details, workspace)
+    if choice.kernel == "hopper columns":
+        details["hopper"], workspace = _latent(call, columns.options_of(call))
+        reason = "few queries a sequence over rows of latents, their scales and rope keys"
         return Path("triton", choice.kernel, reason, details, workspace)
     if choice.kernel == "hopper and portable":
         details["workspace_keys"] = unpacked.capacity_of(call)
@@ -197,9 +202,8 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
     return found, WORD * (math.prod(listed) + hopper.part_elements(options, programs))
 
 
-def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:
-    """Tiles of the kernel for latent attention, and the bytes of its partial results."""
-    options = mla_work.options_of(call)
+def _latent(call: AttentionCall, options: Any) -> tuple[dict[str, Any], int]:
+    """Tiles of a kernel for latent attention, and the bytes of its partial results."""
     programs = mla_work.programs_of(call, options)
     sizes = options.PACKED_HEADS, options.UNIT_KEYS, programs
     found = _tile(*sizes, queries=options.TOKENS)

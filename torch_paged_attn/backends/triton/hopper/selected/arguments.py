@@ -24,7 +24,7 @@ class ListPointers(NamedTuple):
 class ListSizes(NamedTuple):
     total_q: int
     batch: int
-    entries: int  # of a list
+    entries: int  # of a list; of keys in order, of a sequence at most
     num_rows: int  # packed: keys of all sequences; pages: their number
     max_pages: int  # of a sequence
     stride_index_token: int
@@ -73,6 +73,8 @@ class ListOptions(NamedTuple):
     CONVERTED: int = 0  # the same of 16 bits
     CONVERTERS: int = 0  # groups of warps that convert them
     PROGRAMS: int = 1  # of a multiprocessor
+    IN_ORDER: bool = False  # no lists: all keys of a sequence (`in_order.py`)
+    UNIT_KEYS: int = 0  # of a unit of work then
 
 
 class ListParams(NamedTuple):

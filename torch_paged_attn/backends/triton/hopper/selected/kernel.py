@@ -1,5 +1,6 @@
 """Lists of latent keys on Hopper, in Gluon: a producer of four warps copies the rows that the lists
-name (`producer.py`), and consumers of four forms multiply them.
+name (`producer.py`), or those of all keys (`in_order.py`), and consumers of four forms multiply
+them.
 
 Of many heads, two consumers, as in `mla/kernel.py` (`consumer.py`). Of few heads one, whose rows
 are keys (`few_heads.py`); beside latents of 8 bits with warps that convert them, or one that
@@ -32,6 +33,7 @@ from torch_paged_attn.backends.triton.hopper.selected.few_heads import (
     fold_block,
     fold_converted,
 )
+from torch_paged_attn.backends.triton.hopper.selected.in_order import produce_in_order
 from torch_paged_attn.backends.triton.hopper.selected.pairs_8bit import consume_pairs
 from torch_paged_attn.backends.triton.hopper.selected.producer import produce_lists
 from torch_paged_attn.backends.triton.hopper.selected.stages_8bit import (
@@ -62,7 +64,9 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
     """What partition NUMBER of a program's warps does: a consumer, the producer, or warps that
     convert latents."""
     CONSUMERS: gl.constexpr = _consumers_of(OPTIONS.PACKED_HEADS)
-    if NUMBER == CONSUMERS:
+    if NUMBER == CONSUMERS and OPTIONS.IN_ORDER:
+        produce_in_order(params, pipelines, OPTIONS)
+    elif NUMBER == CONSUMERS:
         produce_lists(params, pipelines, OPTIONS)
     elif NUMBER > CONSUMERS:
         convert_latents(pipelines, OPTIONS, NUMBER - CONSUMERS - 1)

@@ -70,7 +70,7 @@ def unsupported(call: AttentionCall) -> str | None:
         return reason
     has_scales = is_by_column(call.v_descale, v)
     if has_scales:
-        if (reason := _unsupported_scales(call)) is not None:
+        if (reason := unsupported_scales(call)) is not None:
             return reason
     elif q.dtype not in support.IN_16_BITS or not k.dtype == v.dtype == q.dtype:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
@@ -96,7 +96,7 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def _unsupported_scales(call: AttentionCall) -> str | None:
+def unsupported_scales(call: AttentionCall) -> str | None:
     """Why a call cannot take the kernel for latents of 8 bits; None if it can."""
     q, k, v, scales = call.q, call.k, call.v, call.v_descale
     assert scales is not None
@@ -107,14 +107,14 @@ def _unsupported_scales(call: AttentionCall) -> str | None:
         return "q_latent is not given, with scales by column"
     if call.num_heads > FEW_HEADS:
         return f"more than {FEW_HEADS} heads, with scales by column"
-    if not _are_one_row(call) or _pieces(call, scales) != _pieces(call, v):
+    if not _are_one_row(call) or pieces(call, scales) != pieces(call, v):
         return "rope keys, latents and scales do not lie equally far apart"
     if scales.stride(-1) != 1 or support.is_misaligned(scales, scales.dim() - 1):
         return "v_descale is not aligned to 16 bytes"
     return None
 
 
-def _pieces(call: AttentionCall, x: Tensor) -> tuple[int, int]:
+def pieces(call: AttentionCall, x: Tensor) -> tuple[int, int]:
     """How many pieces of 16 bytes pages and slots of keys are apart."""
     page, slot = (x.stride(0), x.stride(2)) if call.is_paged else (0, x.stride(0))
     return page * x.itemsize // PIECE, slot * x.itemsize // PIECE
@@ -122,7 +122,7 @@ def _pieces(call: AttentionCall, x: Tensor) -> tuple[int, int]:
 
 def _are_one_row(call: AttentionCall) -> bool:
     """Whether rows of keys lie as far apart as rows of values."""
-    return _pieces(call, call.k) == _pieces(call, call.v)
+    return pieces(call, call.k) == pieces(call, call.v)
 
 
 def options_of(call: AttentionCall) -> ListOptions:
@@ -195,32 +195,48 @@ def scalars_of(call: AttentionCall) -> ListScalars:
     return ListScalars(
         call.num_heads,
         selection.key_indices.stride(2),
-        *_pieces(call, call.v),
-        *_pieces(call, call.k),
+        *pieces(call, call.v),
+        *pieces(call, call.k),
         left=min(call.window_size_left, support.UNBOUNDED),
         right=min(call.window_right, support.UNBOUNDED),
         scale_log2=call.scale * LOG2E.value,
     )
 
 
-def plan_launches(call: AttentionCall, given: list[str]) -> Callable[..., None]:
-    """A function that launches the kernels for calls like this one, which have tensors of these
-    names. It takes the given tensors, their addresses or None, and the tensors for results.
-    """
-    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+class Launches(NamedTuple):
+    """What runs calls like one: the kernel, and the one that adds up what groups of programs found
+    of tokens that they share, unless none do."""
+
+    options: ListOptions
+    first: Launch
+    combine: Launch | None
+    elements: int  # float32 numbers of the workspace
+
+
+def launches_of(call: AttentionCall) -> Launches:
+    """The launches of a call of lists."""
     from torch_paged_attn.backends.triton.hopper.selected.kernel import _hopper_selected_fwd_kernel
 
     options = options_of(call)
     groups, units, elements = shares_of_call(call, options)
-    programs = groups * options.HEAD_TILES
+    programs, kernel = groups * options.HEAD_TILES, _hopper_selected_fwd_kernel
+    first = work.first_launch(kernel, programs, options, sizes_of(call, units), scalars_of(call))
+    combine = _combine_launch(call, options, groups, units) if units > 1 else None
+    return Launches(options, first, combine, elements)
+
+
+def plan_launches(call: AttentionCall, given: list[str], launches: Launches) -> Callable[..., None]:
+    """A function that launches the kernels for calls like this one, which have tensors of these
+    names. It takes the given tensors, their addresses or None, and the tensors for results.
+    """
+    from torch_paged_attn.backends.triton.hopper.common.tma import ragged_rows
+
+    options, launch, combine, elements = launches
     new_parts = Allocation((elements,), torch.float32, call.q.device)
     boxes = [
         ragged_rows(x, 1, options.PACKED_HEADS, width)
         for x, width in ((call.q if call.q_latent is None else call.q_latent, HALF), (call.q, ROPE))
     ]
-    kernel, sizes = _hopper_selected_fwd_kernel, sizes_of(call, units)
-    launch = work.first_launch(kernel, programs, options, sizes, scalars_of(call))
-    combine = _combine_launch(call, options, groups, units) if units > 1 else None
     named = "q_latent", "k", "v", *ListPointers._fields[5:-1], "v_descale"
     pick = picker(given, named)
     column, has_ropes = options.ROPE_COLUMN, options.HAS_ROPE

@@ -57,7 +57,7 @@ class TokenList(NamedTuple):
 
 
 @gluon.constexpr_function
-def _copied_layout():
+def copied_layout():
     """Of a box of (KEYS, BOX): eight lanes copy a row."""
     return gl.BlockedLayout([1, PIECE.value], [4, 8], [4, 1], [1, 0])
 
@@ -142,7 +142,7 @@ def _list_of(token, sequence, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def _entries_of(entry, listed, params):
     """Keys that a list names from an entry on, one for each row of a block; -1 past the list."""
-    by_row: gl.constexpr = gl.SliceLayout(1, _copied_layout())
+    by_row: gl.constexpr = gl.SliceLayout(1, copied_layout())
     at = entry + gl.arange(0, KEYS, by_row)
     stride = params.scalars.stride_index
     return gl.load(listed.ptr + at.to(gl.int64) * stride, mask=at < listed.count, other=-1)
@@ -157,7 +157,7 @@ class FoundRows(NamedTuple):
 
 
 @gluon.jit
-def _rows_of(key, listed, params, OPTIONS: gl.constexpr):
+def rows_of(key, listed, params, OPTIONS: gl.constexpr):
     """Where the rows of keys are, and whether the token sees them."""
     PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
     sizes, scalars = params.sizes, params.scalars
@@ -182,7 +182,7 @@ def _rows_of(key, listed, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def _pieces_of(row):
     """Offsets of a box that begins with these pieces."""
-    layout: gl.constexpr = _copied_layout()
+    layout: gl.constexpr = copied_layout()
     column = gl.arange(0, BOX, gl.SliceLayout(0, layout))
     return gl.expand_dims(row, 1) * PIECE + gl.expand_dims(column, 0)
 
@@ -230,7 +230,7 @@ def _copy_quarter(n, rows, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.cons
 
 
 @gluon.jit
-def _copy_block(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
+def copy_block(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
     """Copy block number BLOCK of pair n, and say which of its keys are seen."""
     if OPTIONS.HAS_SCALES:
         copy_stored_block(n, rows, params, pipelines, BLOCK)
@@ -250,7 +250,7 @@ def _copy_latents(n, rows, params, pipelines, OPTIONS: gl.constexpr, BLOCK: gl.c
 
 
 @gluon.jit
-def _load_queries(tile, token, head, part, pairs, b, params, pipelines, OPTIONS: gl.constexpr):
+def load_queries(tile, token, head, part, pairs, b, params, pipelines, OPTIONS: gl.constexpr):
     """Write the words about tile number `tile` for the consumers, and load its queries."""
     queries, work_info = pipelines.q, pipelines.work_info
     q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
@@ -308,23 +308,29 @@ def produce_lists(params, pipelines, OPTIONS: gl.constexpr):
         part = (2 * group + (first == 0).to(gl.int32)) * HEAD_TILES + head_tile
         part = gl.where(units == sizes.units, -1, part)
         key = _entries_of(entry, listed, params)
-        rows = _rows_of(key, listed, params, OPTIONS)
-        _load_queries(tile, token, head, part, pairs, sequence.b, params, pipelines, OPTIONS)
+        rows = rows_of(key, listed, params, OPTIONS)
+        load_queries(tile, token, head, part, pairs, sequence.b, params, pipelines, OPTIONS)
         for _ in range(pairs):
             key = _entries_of(entry + KEYS, listed, params)
-            _copy_block(n, rows, params, pipelines, OPTIONS, 0)
-            rows = _rows_of(key, listed, params, OPTIONS)
+            copy_block(n, rows, params, pipelines, OPTIONS, 0)
+            rows = rows_of(key, listed, params, OPTIONS)
             _prefetch(rows, params, OPTIONS)
             entry += 2 * KEYS
             key = _entries_of(entry, listed, params)
-            _copy_block(n, rows, params, pipelines, OPTIONS, 1)
-            rows = _rows_of(key, listed, params, OPTIONS)
+            copy_block(n, rows, params, pipelines, OPTIONS, 1)
+            rows = rows_of(key, listed, params, OPTIONS)
             _prefetch(rows, params, OPTIONS)
             n += 1
         left -= units
         token += 1
         first = 0 * first
         tile += 1
+    end_tiles(tile, pipelines)
+
+
+@gluon.jit
+def end_tiles(tile, pipelines):
+    """Tell the consumers that there is no tile number `tile`."""
     pipelines.q.acquire(tile)
     pipelines.work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()

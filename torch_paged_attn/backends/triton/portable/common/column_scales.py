@@ -8,7 +8,7 @@ tile is in groups of columns, a product is taken for each, and weights are round
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.common.int4 import decode_two
+from torch_paged_attn.backends.triton.common.int4 import decode_in_order
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import load_rows
 from torch_paged_attn.backends.triton.portable.common.named import type_of
 from torch_paged_attn.backends.triton.portable.common.products import add_product, scores
@@ -29,8 +29,7 @@ def load_groups(
             x = load_rows(
                 ptr, offsets, keep, c * COLUMNS // 2, COLUMNS // 2, STOP // 2, MASKED, "RAW", DTYPE
             )
-            even, odd = decode_two(x, DTYPE)
-            x = tl.interleave(even, odd)
+            x = decode_in_order(x, DTYPE)
         else:
             x = load_rows(ptr, offsets, keep, c * COLUMNS, COLUMNS, STOP, MASKED, FORMAT, DTYPE)
         found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
