@@ -39,6 +39,10 @@ KEYS = 64
 COLUMN_BOXES = 4
 
 
+# `MlaOptions`, or those of another kernel for latents, which has these fields, too
+Options = Any
+
+
 class Form(NamedTuple):
     """What the kernel is compiled in for a number of rows of a sequence."""
 
@@ -102,13 +106,13 @@ def sizes_of(call: AttentionCall) -> MlaSizes:
     )
 
 
-def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
+def tiles_of(call: AttentionCall, options: Options) -> int:
     """Tiles of tokens, for one tile of heads, if each sequence has the mean number of queries."""
     queries = -(-call.total_q // max(call.batch, 1))
     return max(call.batch * -(-queries // options.TOKENS), 1)
 
 
-def programs_of(call: AttentionCall, options: MlaOptions) -> int:
+def programs_of(call: AttentionCall, options: Options) -> int:
     """Programs of the first kernel: as many as multiprocessors have room for, the same number for
     each tile of heads. A few less, if then tiles of equal length are each done by one program, or
     cut in parts of equal length.
@@ -125,9 +129,7 @@ def even_groups(tiles: int, groups: int) -> int:
     return even if even * LEAST_BUSY >= groups * (LEAST_BUSY - 1) else groups
 
 
-def shares_of_combine(
-    call: AttentionCall, options: MlaOptions, programs: int
-) -> tuple[int, int, int]:
+def shares_of_combine(call: AttentionCall, options: Options, programs: int) -> tuple[int, int, int]:
     """The share of one program of the second kernel: heads, parts that it adds up at a time, and
     columns. `programs`: of the first kernel."""
     parts = programs // options.HEAD_TILES // tiles_of(call, options)
@@ -141,7 +143,7 @@ def shares_of(parts: int, rows: int) -> tuple[int, int, int]:
     return (2, 2, 512) if rows > MANY_ROWS else (1, 4, 512)
 
 
-def part_elements(programs: int, options: MlaOptions) -> int:
+def part_elements(programs: int, options: Options) -> int:
     """float32 numbers in the workspace for parts, two of each program: rows of values, then their
     references and sums (`combine.py`)."""
     return 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
@@ -182,7 +184,7 @@ def second_launch(
     )
 
 
-def combine_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
+def combine_launch(call: AttentionCall, options: Options, programs: int) -> Launch:
     """The launch of the second kernel. It is called with `out` and the pointers of the first one,
     which has `programs` programs."""
     from torch_paged_attn.backends.triton.hopper.mla.combine import _hopper_mla_combine_kernel
