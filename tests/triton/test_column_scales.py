@@ -25,6 +25,9 @@ DRAWN = tuple(
         (9, {"page_size": 48, "lengths": "cu_seqlens_k", "seqs": ((1, 9000),)}),
         (16, {"seqs": ((2, 700), (1, 1300), (0, 90), (1, -1))}),
         (7, {"seqs": ((1, 700), (0, 90), (0, 0), (1, 64)), "padding_rows": 2}),
+        # more sequences than programs
+        (8, {"seqs": tuple((1, 5 * i) for i in range(160))}),
+        (16, {"seqs": tuple((1 + i % 2, 700 - 4 * i) for i in range(150)), "page_seed": 3}),
     )
 )
 
@@ -42,7 +45,7 @@ def test_decodes_take_hoppers_kernel(problem):
 @pytest.mark.parametrize(
     "problem, changes, word",
     [
-        (PAGED, {}, "more than 1 queries"),
+        (PAGED, {}, "more than 2 queries"),
         (dataclasses.replace(DECODES, seqs=((1, 60),) * 3), {}, "fewer than 500 keys"),
         (dataclasses.replace(DECODES, num_heads=17), {}, "more than 16 heads"),
         (dataclasses.replace(DECODES, dtype=torch.float16), {}, "float16"),

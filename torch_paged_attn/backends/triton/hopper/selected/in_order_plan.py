@@ -26,7 +26,7 @@ LACKS = all_but(("batch_invariant", "q_latent", *COLUMN_SCALES), OPTIONAL)
 
 # mean queries of a sequence, at most: each reads all keys, where the portable kernel's tiles share
 # them
-MOST_QUERIES = 1
+MOST_QUERIES = 2
 
 
 def unsupported(call: AttentionCall) -> str | None:
