@@ -37,8 +37,9 @@ class Sizes(NamedTuple):
 
 def jobs_of(layer: Layer, use: str, sizes: Sizes) -> Iterator[Described]:
     """The calls of a layer, in parts that are compiled one after the other."""
-    if layer.lists is not None and use != "training":
-        yield f"selected {layer} {sizes}", functools.partial(selected_calls, layer, sizes)
+    if layer.lists is not None:
+        make = selected_training_calls if use == "training" else selected_calls
+        yield f"selected, {use} {layer} {sizes}", functools.partial(make, layer, sizes)
     if layer.is_latent:
         if use != "training":
             make = functools.partial(latent_calls, layer, sizes)
@@ -244,14 +245,10 @@ def training_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
     """Packed sequences of the same length, forward and backward."""
 
     def train(batch: int, length: int, deterministic: bool) -> None:
-        total = batch * length
         with torch.inference_mode(False), torch.enable_grad():
             new = _New(layer, sizes, device)
-            q = new(total, layer.num_heads, layer.head_dim).requires_grad_()
-            k = new(total, layer.num_kv_heads, layer.head_dim).requires_grad_()
-            v = new(total, layer.num_kv_heads, layer.head_dim_v).requires_grad_()
-            bounds = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
             options = new.options() | {"deterministic": deterministic}
+            q, k, v, bounds = _packed(new, batch, length)
             out, _ = flash_varlen(q, k, v, bounds, None, length, length, **options)
             out.backward(torch.empty_like(out))
 
@@ -259,5 +256,43 @@ def training_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
         functools.partial(train, batch, length, deterministic)
         for batch, length in _batches(sizes)
         for deterministic in (True, False)
+        if length > 1
+    ]
+
+
+def _packed(new: _New, batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values that require gradients, and the bounds of their sequences."""
+    layer, total = new.layer, batch * length
+    q = new(total, layer.num_heads, layer.head_dim).requires_grad_()
+    k = new(total, layer.num_kv_heads, layer.head_dim).requires_grad_()
+    v = k[..., : layer.head_dim_v]
+    if not layer.is_latent:
+        v = new(total, layer.num_kv_heads, layer.head_dim_v).requires_grad_()
+    bounds = torch.arange(0, total + 1, length, dtype=torch.int32, device=new.device)
+    return q, k, v, bounds
+
+
+def selected_training_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:
+    """The same for layers with lists, with bounds of keys and without. Tokens name the first
+    units."""
+    lists = layer.lists
+    assert lists is not None
+    units = torch.arange(lists.units, dtype=torch.int32, device=device)
+    options: dict[str, Any] = {
+        "softmax_scale": layer.softmax_scale, "select_size": lists.select_size, "causal": True,
+    }  # fmt: skip
+
+    def train(batch: int, length: int, has_bounds: bool) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v, bounds = _packed(_New(layer, sizes, device), batch, length)
+            indices = units.expand(batch * length, layer.num_kv_heads, -1).contiguous()
+            lengths = bounds, bounds if has_bounds else None, length, length
+            out, _ = selected_attention(q, k, v, indices, *lengths, **options)
+            out.backward(torch.empty_like(out))
+
+    return [
+        functools.partial(train, batch, length, has_bounds)
+        for batch, length in _batches(sizes)
+        for has_bounds in (True, False)
         if length > 1
     ]

@@ -13,7 +13,7 @@ from kernel_counts import counted
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from torch_paged_attn._model_calls import Sizes, selected_calls
+from torch_paged_attn._model_calls import Sizes, selected_calls, selected_training_calls
 from torch_paged_attn._model_config import KeyLists, Layer
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -81,16 +81,21 @@ MODELS = {
 }
 
 
-def missed(arch, name):
+def missed(arch, name, is_training):
     """How many kernels `compile` makes for a model of lists, and what its growing calls take
     besides."""
     of, lists = growing_selected.KINDS[name], MODELS[name]
+    if is_training:
+        of, lists = growing_selected.in_training(of), lists._replace(units=4)
     dims = of.heads, of.kv_heads, *of.dims
     layer = Layer(*dims, 0.1, is_latent=of.kv_heads == 1, lists=lists)
     sizes = Sizes(torch.bfloat16, torch.bfloat16, of.page_size, 8, 2048, 4096)
     uses = ["decode", "prefill", *(["keys_decode", "keys_prefill"] if lists.index_heads else [])]
-    with counted(arch) as kernels, torch.inference_mode():
-        for call in selected_calls(layer, sizes, torch.device("cpu")):
+    make = selected_calls
+    if is_training:
+        uses, make = ["training"], selected_training_calls
+    with counted(arch) as kernels, torch.inference_mode(not is_training):
+        for call in make(layer, sizes, torch.device("cpu")):
             call()
         made = len(kernels)
         for use in uses:
@@ -100,8 +105,9 @@ def missed(arch, name):
 
 @pytest.mark.parametrize("arch", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_lists_are_compiled_ahead(name, arch, process):
-    made, more, report = process.submit(missed, arch, name).result()
+@pytest.mark.parametrize("is_training", [False, True], ids=["serving", "training"])
+def test_models_of_lists_are_compiled_ahead(is_training, name, arch, process):
+    made, more, report = process.submit(missed, arch, name, is_training).result()
     assert made > 2 and more == 0, report
 
 
