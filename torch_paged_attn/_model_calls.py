@@ -38,8 +38,11 @@ class Sizes(NamedTuple):
 def jobs_of(layer: Layer, use: str, sizes: Sizes) -> Iterator[Described]:
     """The calls of a layer, in parts that are compiled one after the other."""
     if layer.lists is not None:
-        make = selected_training_calls if use == "training" else selected_calls
-        yield f"selected, {use} {layer} {sizes}", functools.partial(make, layer, sizes)
+        if use == "training":
+            train = functools.partial(selected_training_calls, layer, sizes)
+            yield f"selected training {layer} {sizes}", train
+        else:
+            yield f"selected {layer} {sizes}", functools.partial(selected_calls, layer, sizes)
     if layer.is_latent:
         if use != "training":
             make = functools.partial(latent_calls, layer, sizes)

@@ -194,6 +194,8 @@ def test_each_use_has_jobs_of_its_own():
     for with_lists, count in ((latent._replace(lists=DSA), 2), (LAYER._replace(lists=DSA), 1)):
         names = [name for name, _ in jobs_of(with_lists, "serving", sizes)]
         assert len(names) == count and names[0].startswith("selected ")
+        training = [name for name, _ in jobs_of(with_lists, "training", sizes)]
+        assert len(training) == 1 and training[0].startswith("selected training ")
     # a use of latents has the same calls whatever it is for, and no training
     of = {use: [name for name, _ in jobs_of(latent, use, sizes)] for use in _compile.USES}
     assert of["serving"] == of["generate"] != [] == of["training"]

@@ -11,11 +11,9 @@ from torch_paged_attn.backends.triton.portable.selected import arguments as sele
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import SelectedGradients
 from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
 from torch_paged_attn.backends.triton.portable.selected.parts import leaves_parts, plan_parts
-from torch_paged_attn.backends.triton.portable.selected.token_rows import (
-    RowPointers,
-    with_whole_rows,
-)
+from torch_paged_attn.backends.triton.portable.selected.token_rows import RowPointers
 from torch_paged_attn.backends.triton.portable.selected.unit_gradients import UnitGradients
+from torch_paged_attn.backends.triton.runtime.contiguous import with_whole_rows
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation

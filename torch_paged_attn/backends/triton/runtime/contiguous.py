@@ -23,6 +23,11 @@ READ_END_TO_END = frozenset(
 )
 
 
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it, with rows of contiguous numbers."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def picker(names: Sequence[str], fields: Iterable[str | None]) -> Callable[..., Any]:
     """Picks what is called like the fields from a tuple with these names and a None behind them,
     which stands for what is not there."""

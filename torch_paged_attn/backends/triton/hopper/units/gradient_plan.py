@@ -1,5 +1,8 @@
 """Gradients of `selected_attention` on Hopper for units of 128 keys; see `gradients.py`."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,13 +16,7 @@ from torch_paged_attn.backends.triton.hopper.units.gradient_arguments import (
     UnitGradientScalars,
     UnitGradientSizes,
 )
-from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
-    SelectedGradients,
-    UnitSizes,
-)
-from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
-from torch_paged_attn.backends.triton.portable.selected.token_rows import with_whole_rows
-from torch_paged_attn.backends.triton.portable.selected.unit_gradients import AddUnits
+from torch_paged_attn.backends.triton.runtime.contiguous import with_whole_rows
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backward_call import BackwardCall
 
@@ -68,9 +65,10 @@ def options_of(call: AttentionCall, are_sums: bool) -> UnitGradientOptions:
     )
 
 
-def plan_units(call: BackwardCall, sizes: list[UnitSizes]) -> AddUnits:
-    """What writes dk, dv and parts of dq of a run of tokens, of calls like this one. sizes: of each
-    run. Statistics are those of `token_rows.py`."""
+def plan_units(call: BackwardCall, sizes: list[Any]) -> Callable[[int, Any, Any, Any], None]:
+    """What writes dk, dv and parts of dq of a run of tokens, of calls like this one. It takes the
+    number of a run, the call's `SelectedPointers`, the statistics of `token_rows.py` and
+    `SelectedGradients`. sizes: a `UnitSizes` for each run."""
     from torch_paged_attn.backends.triton.hopper.common.tma import plain_rows, ragged_rows
     from torch_paged_attn.backends.triton.hopper.units.gradients import (
         _hopper_unit_gradients_kernel,
@@ -97,10 +95,7 @@ def plan_units(call: BackwardCall, sizes: list[UnitSizes]) -> AddUnits:
     v_boxes = ragged_rows(forward.v, UNIT, 1, width_v)
     statistics_boxes = plain_rows(torch.float32, ROW_FIELDS.value * group)
 
-    def add(
-        run: int, given: SelectedPointers, statistics: Tensor | None, gradients: SelectedGradients
-    ) -> None:
-        assert statistics is not None
+    def add(run: int, given: Any, statistics: Any, gradients: Any) -> None:
         launches[run](
             q_boxes.at(given.q.data_ptr()),
             dout_boxes.at(gradients.dout.data_ptr()),

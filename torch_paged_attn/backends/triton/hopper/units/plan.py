@@ -6,6 +6,7 @@ Keys and values of a unit are read once for all of its tokens; see `kernel.py`.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch_paged_attn.backends.triton.common.unit_items import UnitLists, units_
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.units import arguments
 from torch_paged_attn.backends.triton.hopper.units.rows import _combine_units_kernel
-from torch_paged_attn.backends.triton.portable.selected.keys import SelectedPointers
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -38,10 +38,10 @@ LEAST_TILES = 16
 # bytes of parts: calls with more are done some tokens at a time
 MOST_BYTES = 2**31
 
-# makes the lists of some rows of a call
-MakeLists = Callable[[SelectedPointers], UnitLists]
-# takes a call's tensors, and those for results
-Attend = Callable[[SelectedPointers, Tensor, Tensor], None]
+# makes the lists of some rows of a call; takes its `SelectedPointers`
+MakeLists = Callable[[Any], UnitLists]
+# takes these and the tensors for results
+Attend = Callable[[Any, Tensor, Tensor], None]
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -164,7 +164,7 @@ def plan_units(call: AttentionCall, plan_lists: Callable[..., MakeLists]) -> Att
     make_lists = [plan_lists(call, target, rows, most, options.TOKENS) for rows in ranges]
     attend_rows = [_RowPlan(call, rows, options) for rows in ranges]
 
-    def attend(given: SelectedPointers, out: Tensor, lse: Tensor) -> None:
+    def attend(given: Any, out: Tensor, lse: Tensor) -> None:
         indices, counts = _in_pieces(given.key_indices, given.num_selected, pieces)
         given = given._replace(key_indices=indices, num_selected=counts)
         for make, attend_some in zip(make_lists, attend_rows, strict=True):
@@ -227,7 +227,7 @@ class _RowPlan:
             num_warps=min(call.group_size, 4),
         )
 
-    def __call__(self, given: SelectedPointers, lists: UnitLists, out: Tensor, lse: Tensor) -> None:
+    def __call__(self, given: Any, lists: UnitLists, out: Tensor, lse: Tensor) -> None:
         parts, part_lse, part_scale = self._new_parts(), self._new_numbers(), self._new_numbers()
         queries = given.q if self._copy_queries is None else self._copy_queries(given.q, lists)
         bounds = given.cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k

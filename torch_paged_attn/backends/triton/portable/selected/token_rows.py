@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torch_paged_attn.backends.triton.common.dequant import (
     decode,
@@ -31,6 +30,7 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
 )
 from torch_paged_attn.backends.triton.portable.selected.part_rows import load_part
 from torch_paged_attn.backends.triton.portable.selected.unit_numbers import number_units, rows_seen
+from torch_paged_attn.backends.triton.runtime.contiguous import with_whole_rows
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backward_call import BackwardCall
@@ -205,11 +205,6 @@ def _token_rows_kernel(
         in_group = tile // OPTIONS.BLOCKS * OPTIONS.ROWS + r
         block = tile % OPTIONS.BLOCKS
         _add_parts(local, row, kv_head, in_group, block, parts, sizes, run, scalars.scale, OPTIONS)
-
-
-def with_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy of it, with rows of contiguous numbers."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class TokenRows:

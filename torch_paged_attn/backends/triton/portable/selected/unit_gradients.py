@@ -26,8 +26,8 @@ from torch_paged_attn.backends.triton.portable.selected.token_rows import (
     DqParts,
     RowPointers,
     TokenRows,
-    with_whole_rows,
 )
+from torch_paged_attn.backends.triton.runtime.contiguous import with_whole_rows
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
