@@ -357,6 +357,7 @@ def test_draft_tokens_compile_to_products(name, kind, compiler):
 
 # few tiles whose keys are cut, of chunks and of a mixed batch
 CHUNK, MIXED_CUT = ((100, 6000), (70, 300)), ((1, 3000), (1, 40), (200, 5000), (1, 0), (1, 900))
+OPTIONS = dict(sinks=True, window_size_left=2500)
 CUT_BY_DEFAULT = dict(num_heads=8, num_kv_heads=1, head_dim=128, dtype=bf16)
 CUT = tuple(
     Problem(f"cut_{name}", seqs, **CUT_BY_DEFAULT | options)
@@ -368,7 +369,7 @@ CUT = tuple(
         ("g2_d256", CHUNK, dict(num_heads=2, head_dim=256, page_size=16)),
         ("kv_e4m3", CHUNK, dict(kv_dtype=e4m3, descale="heads", page_size=16)),
         ("mixed", MIXED_CUT, dict(page_size=64, padding_rows=9)),
-        ("mixed_d64", MIXED_CUT, dict(head_dim=64, page_size=16, alibi="heads")),
+        ("mixed_d64", MIXED_CUT, dict(head_dim=64, page_size=544, alibi="heads", **OPTIONS)),
         ("mixed_d256", MIXED_CUT, dict(head_dim=256, page_size=32)),
         ("mixed_kv_int8", MIXED_CUT, dict(kv_dtype=i8, descale="batch", page_size=16)),
     )
@@ -389,7 +390,10 @@ def test_pieces_are_added_up_by_all(problem):
     assert_agrees(problem, form)
 
 
-@pytest.mark.parametrize("name", some(("cut_mixed", "cut_g4_d64"), "cut_mixed"))
+# with `--sample`, the one of the most options, which no other kernel here has
+@pytest.mark.parametrize(
+    "name", some(("cut_mixed", "cut_g4_d64", "cut_mixed_d64"), "cut_mixed_d64")
+)
 def test_pieces_compile_to_products(name, compiler):
     problem = next(x for x in CUT if x.name == name)
     assert_compiles(problem, form_of_pieces(problem), compiler)
