@@ -48,12 +48,9 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     taken: dict[str, list[str]] = {}
     # other chips have no kernels of their own that Gluon would be needed for
     gluon = (True, False) if arch == "sm90" else (True,)
-    both = itertools.product(gluon, cross_compile.CALLS.items())
-    for has_gluon, (name, call) in both:
+    for name, make in cross_compile.CALLS.items():
         if (arch, name) in cross_compile.REFUSED:
             continue
-        tiles.choose_tiles.cache_clear()
-        launch_cache.clear()
 
         def choose(*sizes, name=name):
             entry, _ = tuning.find_entry(*sizes)
@@ -71,9 +68,13 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
             mock.patch.object(tiles, "choose_config", choose),
             mock.patch.object(backward, "choose_backward_config", choose_backward),
             mock.patch.object(JITFunction, "run"),
-            mock.patch.object(support, "HAS_GLUON", has_gluon),
         ):
-            call()()
+            call = make()
+            for has_gluon in gluon:
+                tiles.choose_tiles.cache_clear()
+                launch_cache.clear()
+                with mock.patch.object(support, "HAS_GLUON", has_gluon):
+                    call()
     return taken, list(tuning.table(arch))
 
 

@@ -11,8 +11,8 @@ BF16 = torch.bfloat16
 
 def prefill(num_heads):
     """Hopper's kernel, whose tensor maps are arguments."""
-    q = torch.zeros(512, num_heads, 128, dtype=BF16)
-    kv = torch.zeros(2, 32, 8, 16, 128, dtype=BF16)
+    q = torch.zeros(512, num_heads, 64, dtype=BF16)
+    kv = torch.zeros(2, 32, 8, 16, 64, dtype=BF16)
     cu_seqlens = torch.tensor([0, 512], dtype=torch.int32)
     table = torch.arange(32, dtype=torch.int32).view(1, 32)
     used = torch.tensor([512], dtype=torch.int32)

@@ -10,7 +10,7 @@ from cross_compile import elsewhere
 
 HEADS, PAGE_SIZE = (8, 2), 16
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-MOST_SEQUENCES, MOST_TOKENS = (64, 2048) if IS_THOROUGH else (6, 300)
+MOST_SEQUENCES, MOST_TOKENS = (64, 2048) if IS_THOROUGH else (6, 150)
 
 # queries and keys of the sequences of a step, and columns of its block table; 0: as few as can be
 Step = tuple[list[int], list[int], int]

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -40,13 +40,31 @@ def hopper(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_each_kernel_once(hopper):
+@pytest.fixture
+def forked(programs, monkeypatch):
+    """The processes are forks of one that has imported torch, one after the other: to start others
+    takes seconds. test_compiled.py has them started."""
+
+    def run(work, index, count, environ):
+        command = [compile_ahead.__name__, str(work), str(index), str(count)]
+        code = f"import runpy, sys; sys.argv = {command}; "
+        code += f"runpy.run_module({compile_ahead.__name__!r}, run_name='__main__')"
+        with at_a_time:
+            status, out, errors = programs.end(code, *filter(None, sys.path), **environ)
+        last = (errors if status else out).strip().rpartition("\n")[2]
+        return (last, "") if status else ("", last)
+
+    at_a_time = threading.Lock()
+    monkeypatch.setattr(compile_ahead, "_run_process", run)
+
+
+def test_each_kernel_once(hopper, forked):
     dtypes = torch.bfloat16, torch.float16, torch.bfloat16
     compile_ahead.compile_calls(functools.partial(merge, dtypes), CPU, 2)
     assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
 
 
-def test_failures_are_reported(hopper):
+def test_failures_are_reported(hopper, forked):
     with pytest.warns(UserWarning, match=r"1 of 1 processes .* nothing to call on cpu"):
         compile_ahead.compile_calls(refuse, CPU, 1)
 
@@ -56,16 +74,16 @@ def two_calls(device):
     return [functools.partial(merge, [x], device) for x in (torch.bfloat16, torch.float16)]
 
 
-def test_a_call_that_takes_a_new_kernel_is_named(hopper):
+def test_a_call_that_takes_a_new_kernel_is_named(hopper, forked):
     assert compile_ahead.compile_calls(two_calls, CPU, 1) == [0, 1]
     assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
 
 
-def test_a_process_imports_no_compiler_of_torch(hopper):
+def test_a_process_imports_no_compiler_of_torch(hopper, programs):
     """Torch would import it, for seconds, to keep it from a mode."""
-    command = (
+    code = (
         "import sys, torch; from torch_paged_attn.backends.triton.compile_ahead import OnGPU\n"
         "with OnGPU(): torch.zeros(3)\n"
         "sys.exit('torch._dynamo.symbolic_convert' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", command], check=True)
+    programs.run(code, *filter(None, sys.path))

@@ -8,7 +8,7 @@ import os
 import cross_compile
 import pytest
 import torch
-from covering import covering, every, every_other
+from covering import covering, every_other, left_out, some
 from hopper_calls import HAS_HOPPER, HOPPER, LONG, MIXED, hopper_call, unsupported
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -206,22 +206,32 @@ def compile_for_hopper(problem, form=choices.FORM):
     return cross_compile.compile_call("sm90", "hopper")
 
 
-def assert_agrees(problem, form, compiler):
-    """On a Hopper GPU, results are right, and the same bits twice; elsewhere the kernels compile
-    without a fault, if there is a `compiler`."""
+def assert_agrees(problem, form):
+    """On a Hopper GPU, results are right, and the same bits twice."""
     if HAS_HOPPER:
         call = hopper_call(problem, "cuda")
         first = hopper.attend(call, form=form)
         assert_accurate(*first, build(problem).truth())
         again = hopper.attend(call, form=form)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    elif compiler is not None:
-        kernels = compiler.submit(compile_for_hopper, problem, form).result()
-        assert all(k.faults("sm90", problem.name) == [] for k in kernels)
+
+
+def assert_compiles(problem, form, compiler):
+    """The kernels of a launch in this form compile without a fault, to matrix instructions."""
+    kernels = compiler.submit(compile_for_hopper, problem, form).result()
+    assert all(k.faults("sm90", problem.name) == [] for k in kernels)
+    assert any(k.matrix_instructions > 0 for k in kernels)
+
+
+# with `--sample`, boxes of pages, small tiles, lists of blocks, and packed keys with results in
+# float32; slopes, sinks and windows' left sides are those of `test_pieces_compile_to_products`
+SAMPLED = "page16/bf16", "softcap_small/f16", "layout_16/bf16", "zigzag_f32/bf16"
 
 
 @pytest.mark.parametrize(
-    "problem", SHAPES if IS_THOROUGH else every(6, covering(SHAPES)), ids=lambda p: p.name
+    "problem",
+    SHAPES if IS_THOROUGH else [x if x.name in SAMPLED else left_out(x) for x in covering(SHAPES)],
+    ids=lambda p: p.name,
 )
 def test_compiles_to_products(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem).result()
@@ -231,9 +241,9 @@ def test_compiles_to_products(problem, compiler):
     assert kernel.spills == 0 or not cross_compile.IS_FITTED
 
 
+@pytest.mark.device_suite  # `make test` compiles copied rows in tiles of drafts
 def test_copied_rows_compile(compiler):
-    kernels = compiler.submit(compile_for_hopper, COPIED[0]).result()
-    assert all(k.faults("sm90", COPIED[0].name) == [] for k in kernels)
+    assert_compiles(COPIED[0], choices.FORM, compiler)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
@@ -262,7 +272,7 @@ IN_TURNS = tuple(
 )
 
 
-@pytest.mark.parametrize("problem", every(3, IN_TURNS), ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", some(IN_TURNS, IN_TURNS[3]), ids=lambda p: p.name)
 def test_tiles_in_turns_compile(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem, choices.Form(longest=128)).result()
     # no list of tiles
@@ -309,38 +319,52 @@ GUESSED = tuple(
         ("longer_window", ((70, 600), (40, 9)), dict(page_size=16, window_size_left=99, **WIDE)),
     )
 )
-# by machines without a GPU, too
-COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
+KINDS = ("listed", "listed other", "dealt", "dealt other", "numbered", "numbered other")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    every_other(("listed", "listed other", "dealt", "dealt other", "numbered", "numbered other")),
-)
-@pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
-def test_draft_tokens(problem, kind, compiler):
-    """Few queries of a sequence, in the rows of one consumer. The other tiles: two consumers divide
-    the keys, those of 8-bit keys are tall."""
+def form_of(problem, kind):
+    """A form for few queries of a sequence, in the rows of one consumer. The other tiles: two
+    consumers divide the keys, those of 8-bit keys are large."""
     is_dealt, is_numbered, is_other = (kind.count(x) > 0 for x in ("dealt", "numbered", "other"))
     other = "divided" if problem.kv_dtype is None else "low large"
+    call = hopper_call(problem, max_seqlen_k=64)
+    assert flash_varlen.unsupported_on_hopper(call) is None
+    has_other = choices.unsupported_tiles(call, choices.Form(tiles=other)) is None
+    choice = flash_varlen.choose(call, 8)
+    assert choice.way is not None or "longer" in problem.name
+    return choices.Form(
+        is_cut=True,
+        is_dealt=is_dealt,
+        is_numbered=is_numbered,
+        tiles=other if is_other and has_other else "low",
+    )
+
+
+@pytest.mark.parametrize("kind", every_other(KINDS))
+@pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
+def test_draft_tokens(problem, kind):
     with assume(HOPPER):
-        call = hopper_call(problem, max_seqlen_k=64)
-        assert flash_varlen.unsupported_on_hopper(call) is None
-        has_other = choices.unsupported_tiles(call, choices.Form(tiles=other)) is None
-        form = choices.Form(
-            is_cut=True,
-            is_dealt=is_dealt,
-            is_numbered=is_numbered,
-            tiles=other if is_other and has_other else "low",
-        )
-        choice = flash_varlen.choose(call, 8)
-        assert choice.way is not None or "longer" in problem.name
-    is_compiled = problem.name in COMPILED and kind in ("dealt", "listed other")
-    assert_agrees(problem, form, compiler if is_compiled else None)
+        form = form_of(problem, kind)
+    assert_agrees(problem, form)
+
+
+# With `--sample`: copied rows and the widest heads, and keys that are converted. Boxes of an odd
+# number of heads are those of `test_tiles_in_turns_compile`
+@pytest.mark.parametrize("kind", some(("dealt", "listed other"), "dealt"))
+@pytest.mark.parametrize(
+    "name",
+    some(("g4_d256_page1", "g5", "kv_e4m3"), "g4_d256_page1", "kv_e4m3"),
+)
+def test_draft_tokens_compile_to_products(name, kind, compiler):
+    problem = next(x for x in GUESSED if x.name == f"guessed_{name}")
+    with assume(HOPPER):
+        form = form_of(problem, kind)
+    assert_compiles(problem, form, compiler)
 
 
 # few tiles whose keys are cut, of chunks and of a mixed batch
 CHUNK, MIXED_CUT = ((100, 6000), (70, 300)), ((1, 3000), (1, 40), (200, 5000), (1, 0), (1, 900))
+OPTIONS = dict(sinks=True, window_size_left=2500)
 CUT_BY_DEFAULT = dict(num_heads=8, num_kv_heads=1, head_dim=128, dtype=bf16)
 CUT = tuple(
     Problem(f"cut_{name}", seqs, **CUT_BY_DEFAULT | options)
@@ -352,21 +376,34 @@ CUT = tuple(
         ("g2_d256", CHUNK, dict(num_heads=2, head_dim=256, page_size=16)),
         ("kv_e4m3", CHUNK, dict(kv_dtype=e4m3, descale="heads", page_size=16)),
         ("mixed", MIXED_CUT, dict(page_size=64, padding_rows=9)),
-        ("mixed_d64", MIXED_CUT, dict(head_dim=64, page_size=16, alibi="heads")),
+        ("mixed_d64", MIXED_CUT, dict(head_dim=64, page_size=544, alibi="heads", **OPTIONS)),
         ("mixed_d256", MIXED_CUT, dict(head_dim=256, page_size=32)),
         ("mixed_kv_int8", MIXED_CUT, dict(kv_dtype=i8, descale="batch", page_size=16)),
     )
 )
 
 
+def form_of_pieces(problem):
+    return choices.Form(is_cut="mixed" in problem.name)
+
+
 @pytest.mark.parametrize("problem", CUT, ids=lambda p: p.name)
-def test_pieces_are_added_up_by_all(problem, compiler):
-    form = choices.Form(is_cut="mixed" in problem.name)
+def test_pieces_are_added_up_by_all(problem):
+    form = form_of_pieces(problem)
     with assume(HOPPER):
         call = hopper_call(problem)
         config, packed_heads = choices.choose_tiles(call, form)
         assert tiles.options_of(call, config, packed_heads, form).MERGED_COLUMNS > 0
-    assert_agrees(problem, form, compiler if problem.name in ("cut_g4_d64", "cut_mixed") else None)
+    assert_agrees(problem, form)
+
+
+# with `--sample`, the one of the most options, which no other kernel here has
+@pytest.mark.parametrize(
+    "name", some(("cut_mixed", "cut_g4_d64", "cut_mixed_d64"), "cut_mixed_d64")
+)
+def test_pieces_compile_to_products(name, compiler):
+    problem = next(x for x in CUT if x.name == name)
+    assert_compiles(problem, form_of_pieces(problem), compiler)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -11,6 +11,7 @@ import compiled_calls
 import cross_compile
 import pytest
 import torch
+from covering import every_other
 from dispatched import dispatched
 
 from torch_paged_attn.backends.triton import BACKEND
@@ -150,7 +151,7 @@ def faults():
         yield lambda make, pairs: process.submit(differences, make, pairs).result()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", every_other(range(4)))
 def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part, faults):
     everything = (PROBLEMS | compiled_calls.MORE | EXTENDED).values()
     problems = [x for x in everything if x.optional.isdisjoint(BACKEND.lacks)][part::4]

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import random
 from unittest import mock
 
 import pytest
 import torch
-from covering import left_out
+from covering import every_row, left_out
 from cross_compile import elsewhere
 
 from torch_paged_attn._serving import MOST_ROWS, Serving, Step, rows_with_scales
@@ -234,8 +235,10 @@ def kernels_missed(serving, steps):
     return sorted({key.partition("[")[0] for key in {*of_call} - keys})
 
 
-@pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "tokens_first"),
+    every_row(3, itertools.product((torch.float8_e4m3fn, torch.int8), (True, False))),
+)
 def test_tensors_of_an_engine_take_the_kernels_of_its_warm_up(kv_dtype, tokens_first, compiler):
     """Alignments and strides of caches of 8 bits, on which kernels depend as on sizes."""
     sizes = {"max_batch": 4, "max_tokens": 64, "max_length": 512}
