@@ -4,6 +4,7 @@ Triton backend).
     python benchmarks/gpu/fit_ways.py                fit, say how well choices do, write nothing
     python benchmarks/gpu/fit_ways.py --write        the same, and write the table of costs
     python benchmarks/gpu/fit_ways.py --add FILE     add rows that forms_sweep.py has measured
+    python benchmarks/gpu/fit_ways.py --only PATTERN fit some ways, and keep the table's other costs
     python benchmarks/gpu/fit_ways.py --tune KIND    fit nothing: change the table's costs of a kind
                                                      a little, so that choices get better
 
@@ -53,10 +54,11 @@ WAYS = {
                     "numbered low"],
     "few/d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "cut low"],
     "many/d64/b2": ["portable whole", "numbered low", "numbered divided", "numbered small",
-                    "listed tall", "cut divided", "cut tall", "dealt three", "numbered three"],
+                    "listed tall", "cut divided", "cut tall", "dealt three", "numbered three",
+                    "unpacked"],
     "many/d128/b2": ["portable whole", "numbered low small", "numbered small", "numbered low",
                      "numbered divided", "numbered tall", "numbered three", "cut divided",
-                     "dealt tall", "dealt three"],
+                     "dealt tall", "dealt three", "unpacked", "listed three"],
     "many/d256/b2": ["numbered low", "numbered tall", "cut low", "cut tall", "dealt tall"],
     "many/d64/b1": ["portable whole", "numbered low", "numbered tall", "listed tall", "cut tall",
                     "unpacked"],
@@ -75,15 +77,22 @@ PRIOR = {
     "many hopper": Costs(5.0, 0.3, 0.9, 0.05, NONE, NONE, 0.3, 1.1, 2.0, 0.3, 1.0, 0.3, 0.0),
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
-PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
+PRIOR_WEIGHT, OUTLIER = 0.05, 0.08
+# costs of a tile of keys, whatever the schedule
+OF_TILES = ("unit", "load", "odd", "tall", "copied", "memory", "window")
+# by how much a logarithm is moved to see what it does
+STEP = 1e-4
 # by how much more a tile of keys may take than is assumed at first
 STEEP = 4.0
 # what `tune` changes; differences of logarithms of estimates that are no certain choice; what a
 # change of a logarithm costs
-TUNED = ("start", "per_doubling", "unit", "load", "tall", "memory", "first_part", "part", "tile")
-SOFT, STAY = 0.035, 0.004
-# rows that are left out at a time, of all; the quantile of errors that is called spread
+TUNED = ("start", "per_doubling", "unit", "load", "odd", "tall", "copied", "memory", "first_part",
+         "part", "tile")  # fmt: skip
+SOFT, STAY = 0.035, 0.002
+# rows that are left out at a time, of all; the quantile of errors that is called spread; what it is
+# before anything is measured, and how many rows that counts for
 PARTS, SPREAD = 5, 0.85
+PRIOR_SPREAD, PRIOR_ROWS = 0.3, 30
 
 
 class Case(NamedTuple):
@@ -111,56 +120,94 @@ def cases_of(rows: list[Row]) -> list[Case]:
         return [Case(row, shape_of(row), shape_of(row, True), guess_of(row)) for row in rows]
 
 
-def fit(kind: str, way: str, cases: list[Case], like: Costs | None = None) -> Costs:
-    """The costs of a way, from cases of its kind. `like`: those of a way that differs little."""
-    which = "portable" if ways.is_portable(way) else "hopper"
-    which = way if way == ways.UNPACKED else which
-    prior = like or PRIOR[f"{kind.partition('/')[0]} {which}"]
-    weight = PRIOR_WEIGHT if like is None else LIKE_WEIGHT
-    start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])
-    free = np.array(prior[:-1]) > NONE
-    known = [
-        (x.sizes._replace(longest=x.row["keys"][2]), x.guess, BANDWIDTH[x.row["chip"]])
-        for x in cases
+def tiles_of(way: str) -> str:
+    """The tiles of a way: ways that differ in their schedule alone have the same."""
+    if ways.is_portable(way):
+        return way.removesuffix(" all")
+    return way.partition(" ")[2] or way
+
+
+def fit(kind: str, names: list[str], cases: list[Case]) -> dict[str, Costs]:
+    """The costs of ways with the same tiles, from cases of their kind: a tile of keys takes as long
+    in each of them."""
+    which = "portable" if ways.is_portable(names[0]) else "hopper"
+    which = ways.UNPACKED if names == [ways.UNPACKED] else which
+    prior = PRIOR[f"{kind.partition('/')[0]} {which}"]
+    of_way = {x: [c for c in cases if x in c.figures] for x in names}
+    names = [x for x in names if of_way[x]]
+    known = {
+        x: [
+            (c.sizes._replace(longest=c.row["keys"][2]), c.guess, BANDWIDTH[c.row["chip"]])
+            for c in of
+        ]
+        for x, of in of_way.items()
+    }
+    measured = {x: np.log([c.row["figures"][x] for c in of]) for x, of in of_way.items()}
+    weights = [CHIP_WEIGHT[c.row["chip"]] for x in names for c in of_way[x]]
+    # what is fitted: a field of all ways, or of one
+    fields = [x for x in Costs._fields[:-1] if getattr(prior, x) > NONE]
+    free = [
+        (field, of)
+        for field in fields
+        for of in ([tuple(names)] if field in OF_TILES else [(x,) for x in names])
     ]
-    measured = np.log([x.row["figures"][way] for x in cases])
-    weights = np.array([CHIP_WEIGHT[x.row["chip"]] for x in cases])
+    start = np.log([getattr(prior, field) for field, _ in free])
+    width = np.array([getattr(WIDTH, field) for field, _ in free])
 
-    def full(logs: np.ndarray) -> np.ndarray:
-        found = start.copy()
-        found[free] = logs
-        return found
+    def costs_of(way: str, logs: np.ndarray) -> Costs:
+        found = {x: math.exp(log) for (x, of), log in zip(free, logs, strict=True) if way in of}
+        return Costs(*(found.get(x, 0.0) for x in Costs._fields))
 
-    def errors(logs: np.ndarray) -> np.ndarray:
-        costs = Costs(*np.exp(full(logs)), 0.0)
-        found = [ways.estimate(way, costs, *x) for x in known]
-        return np.log(found) - measured
+    def errors(way: str, logs: np.ndarray) -> np.ndarray:
+        costs = costs_of(way, logs)
+        return np.log([ways.estimate(way, costs, *x) for x in known[way]]) - measured[way]
+
+    def of_each(logs: np.ndarray) -> list[np.ndarray]:
+        return [errors(x, logs) for x in names]
+
+    def robust(each: list[np.ndarray]) -> np.ndarray:
+        off = np.concatenate(each) / OUTLIER
+        # an outlier counts by its size, not by its square
+        return np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER * weights
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        off = errors(logs) / OUTLIER
-        # an outlier counts by its size, not by its square
-        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER * weights
-        return np.concatenate([robust, weight * (logs - start[free]) / width[free]])
+        return np.concatenate([robust(of_each(logs)), PRIOR_WEIGHT * (logs - start) / width])
+
+    def slopes(logs: np.ndarray) -> np.ndarray:
+        each, found = of_each(logs), np.zeros((len(weights), len(free)))
+        before = robust(each)
+        for i, (_, of) in enumerate(free):
+            moved = logs + STEP * (np.arange(len(free)) == i)
+            changed = [
+                errors(x, moved) if x in of else same for x, same in zip(names, each, strict=True)
+            ]
+            found[:, i] = (robust(changed) - before) / STEP
+        return np.concatenate([found, np.diag(PRIOR_WEIGHT / width)])
 
     # where memory takes longer, nothing says how long products take: begin from above, too
-    slower = np.log(prior._replace(unit=STEEP * prior.unit)[:-1])[free]
-    fits = [least_squares(residuals, x) for x in (start[free], slower)]
-    found = min(fits, key=lambda x: x.cost).x
-    spread = float(np.quantile(np.abs(errors(found)), SPREAD)) if cases else 0.0
-    costs = np.where(free, np.exp(full(found)), 0.0)
-    return Costs(*(round(float(x), 4) for x in costs), round(spread, 3))
+    slower = start + math.log(STEEP) * np.array([field == "unit" for field, _ in free])
+    fits = [least_squares(residuals, x, slopes) for x in (start, slower)]
+    logs = min(fits, key=lambda x: x.cost).x
+    found = {}
+    for way in names:
+        off = np.abs(errors(way, logs))
+        spread = len(off) * float(np.quantile(off, SPREAD)) + PRIOR_ROWS * PRIOR_SPREAD
+        spread /= len(off) + PRIOR_ROWS
+        costs = costs_of(way, logs)[:-1]
+        found[way] = Costs(*(round(x, 4) for x in costs), round(spread, 3))
+    return found
+
+
+def fit_kind(kind: str, names: list[str], cases: list[Case]) -> dict[str, Costs]:
+    """The costs of ways of a kind."""
+    cases, found = [x for x in cases if x.kind == kind], dict[str, Costs]()
+    for tiles in dict.fromkeys(map(tiles_of, names)):
+        found |= fit(kind, [x for x in names if tiles_of(x) == tiles], cases)
+    return {way: found[way] for way in names if way in found}
 
 
 def fit_all(cases: list[Case]) -> dict[str, dict[str, Costs]]:
-    found: dict[str, dict[str, Costs]] = {}
-    for kind, names in WAYS.items():
-        of_kind = [x for x in cases if x.kind == kind]
-        found[kind] = {}
-        for way in names:
-            like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
-            if measured := [x for x in of_kind if way in x.figures]:
-                found[kind][way] = fit(kind, way, measured, like)
-    return found
+    return {kind: fit_kind(kind, names, cases) for kind, names in WAYS.items()}
 
 
 def choose(table: dict[str, dict[str, Costs]], case: Case) -> str:
@@ -276,6 +323,7 @@ def main() -> None:
     )
     parser.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--tune", nargs="*", default=[], metavar="KIND", help="such as few/d128/b1")
+    parser.add_argument("--only", default="", help="a pattern of kind and way: fit these alone")
     parser.add_argument("--write", action="store_true", help="write the table of costs")
     options = parser.parse_args()
     rows = rows_of() + [row for path in options.add for row in rows_of_sweep(path)]
@@ -283,9 +331,12 @@ def main() -> None:
         write(rows)
     cases = cases_of(rows)
     console = Console()
-    if options.tune:
-        costs = json.loads(ways.TABLE.read_text())["costs"]
-        table = {kind: {x: Costs(*y) for x, y in of.items()} for kind, of in costs.items()}
+    costs = json.loads(ways.TABLE.read_text())["costs"]
+    table = {kind: {x: Costs(*y) for x, y in of.items()} for kind, of in costs.items()}
+    if options.tune or options.only:
+        for kind, of_kind in WAYS.items():
+            asked = [x for x in of_kind if re.fullmatch(options.only, f"{kind} {x}")]
+            table[kind] = table.get(kind, {}) | fit_kind(kind, asked, cases)
         for kind in options.tune:
             table[kind] = tune([x for x in cases if x.kind == kind], table[kind])
         console.print(report([(x, choose(table, x)) for x in cases if len(x.figures) > 2]))
@@ -298,9 +349,9 @@ def main() -> None:
             way = f"{case.kind} {choose(table, case)}"
             chosen[way] = chosen.get(way, 0) + 1
     lines = [
-        [kind, way, costs.spread, chosen.get(f"{kind} {way}", 0)]
-        for kind, of_kind in table.items()
-        for way, costs in of_kind.items()
+        [kind, way, of_way.spread, chosen.get(f"{kind} {way}", 0)]
+        for kind, found in table.items()
+        for way, of_way in found.items()
     ]
     console.print(_table(["heads", "way", "spread", "chosen"], lines))
     if options.write:

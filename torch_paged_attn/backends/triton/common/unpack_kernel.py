@@ -101,8 +101,8 @@ SIZES = ("batch", "num_pages", "stride_table", "page_size", "most_keys", "capaci
 @triton.jit(do_not_specialize=SIZES)
 def _unpack_kernel(
     pointers, k_strides, v_strides, batch, num_pages, stride_table, page_size, most_keys, capacity,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, FORMAT: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BY_TOKEN: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, FORMAT: tl.constexpr, BY_TOKEN: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -141,7 +141,7 @@ def _unpack_kernel(
             _unpack_rows(pointers.k, pointers.new_k, row, inside, DIM, FORMAT)
             row = page * v_strides.page + head * v_strides.head + slot * v_strides.slot, new * DIM_V
             _unpack_rows(pointers.v, pointers.new_v, row, inside, DIM_V, FORMAT)
-            if HAS_SCALES:
+            if pointers.new_k_descale is not None:
                 k_scale = _scales(
                     pointers.k_descale, one, page, slot, head, inside, k_strides, BY_TOKEN
                 )

@@ -267,6 +267,10 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
     return min(keys, shape.window + queries) if shape.window >= 0 else keys
 
 
+def _seen_of(x: Lengths, queries: float, shape: Shape) -> Lengths:
+    return x._replace(mean=_seen(x.mean, queries, shape), longest=_seen(x.longest, queries, shape))
+
+
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
     """Sequences of many queries: tiles of queries, of which later ones see more keys. Where
     keys are divided in equal shares, each tile counts with the keys of its sequence's last one."""
@@ -284,7 +288,7 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         units += x.sequences * tiles * tile.heads * each
         longest = max(longest, most)
         after_first = max(x.sequences * tiles * tile.heads / slots - 1, 0.0)
-        uneven += after_first * x.variance / tile.keys**2
+        uneven += after_first * _seen_of(x, tokens, shape).variance / tile.keys**2
     rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
     parts, piece = 0.0, max(longest, share)
     if way.startswith("numbered"):

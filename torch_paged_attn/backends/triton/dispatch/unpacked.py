@@ -143,7 +143,6 @@ def _plan_unpacking(call: AttentionCall, capacity: int) -> Launch:
         DIM=call.head_dim,
         DIM_V=call.head_dim_v,
         FORMAT="INT4" if is_int4(call.k) else stored_format(call.k.dtype, target),
-        HAS_SCALES=has_scales(call),
         BY_TOKEN=is_by_token(call.k_descale, call.batch),
         LEAST=least_queries(call.group_size),
         BLOCK=BLOCK,

@@ -7,8 +7,8 @@ on, and returns the next n. Each way returns how many tiles the program had.
 Tiles of a paged batch are found by their numbers, without a list, and without a launch that makes
 one. Where each sequence has one tile, its number is the sequence's; elsewhere there are gaps, as in
 `seqlen_info.py`. The last tile comes first: a causal sequence's longest tiles do, and engines put
-decodes before chunks of prompts. Programs take
-them in turns, back and forth, so that who has a longer one in a turn has a shorter one in the next.
+decodes before chunks of prompts. Programs take them in turns, back and forth, so that who has a
+longer one in a turn has a shorter one in the next.
 The heads of a tile are neighbours: together they read whole tokens of a cache.
 
 Where sums are added up by stretches of keys (`stretches.py`), tiles of few queries may be cut: each

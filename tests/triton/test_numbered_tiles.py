@@ -1,0 +1,116 @@
+"""Tiles of queries that programs of Hopper's forward find by their numbers, without a list."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scalar_gluon import Pointer, as_python
+
+from torch_paged_attn.backends.triton.hopper.schedule.query_tiles import _visit_numbered
+from torch_paged_attn.testing.inputs import cumulative
+
+PROGRAMS = 3
+
+
+class Given(NamedTuple):
+    """What the functions read of a kernel's arguments."""
+
+    pointers: Any
+    sizes: Any
+    scalars: Any
+
+
+class Pointers(NamedTuple):
+    cu_seqlens_q: Pointer
+    seqused_k: Pointer
+    cu_seqlens_k: None = None
+
+
+class Sizes(NamedTuple):
+    batch: int
+    total_q: int
+    lists_per_head: int  # keys that the block table has room for
+
+
+class Scalars(NamedTuple):
+    num_heads: int
+
+
+class Options(NamedTuple):
+    ROW_GROUPS: int
+    TOKENS: int
+    PACKED_HEADS: int
+    BLOCK_N: int = 64
+    HAS_LEFT: bool = False
+
+
+def visits(queries, keys, padding, options, num_heads):
+    """Of each program, the tiles that it visits: sequence, first token, the token after the last
+    one, head."""
+    pointers = Pointers(Pointer(cumulative(queries)), Pointer(torch.tensor(keys)))
+    sizes = Sizes(len(queries), sum(queries) + padding, max(keys, default=0))
+    params, found = Given(pointers, sizes, Scalars(num_heads)), []
+    for program in range(PROGRAMS):
+        mine = []
+
+        def visit(at, tile, n, mine=mine, sizes=sizes):
+            assert tile == n == len(mine)
+            assert at.b == sizes.batch or at.key_len == keys[at.b]
+            mine.append(tuple(map(int, (at.b, at.first_token, at.stop_token, at.head))))
+            return n + 1
+
+        run = as_python(_visit_numbered, program, PROGRAMS)
+        assert run(params, visit, (), options) == len(mine)
+        found.append(mine)
+    return found
+
+
+def tiles_of(queries, padding, options, num_heads):
+    step, heads = options.ROW_GROUPS * options.TOKENS, num_heads // options.PACKED_HEADS
+    return [
+        (b, first, min(first + step, length), head)
+        for b, length in enumerate([*queries, padding])
+        for first in range(0, length, step)
+        for head in range(heads)
+    ]
+
+
+LENGTHS = {
+    "decodes": lambda r: 1,
+    "draft tokens": lambda r: r.randint(1, 8),
+    "some empty": lambda r: r.randint(0, 8),
+    "chunks": lambda r: r.choice((1, 1, 3, 40, r.randint(1, 90))),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 11])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_tile_is_visited_once(kind, padding):
+    r = random.Random(f"{kind} {padding}")
+    for batch in (1, 7, 20):
+        options = Options(r.choice((1, 2)), r.choice((8, 9, 16)), r.choice((2, 4)))
+        queries = [LENGTHS[kind](r) for _ in range(batch)]
+        keys = [x + r.randint(0, 300) for x in queries]
+        found = visits(queries, keys, padding, options, 4)
+        every = sorted(tile for mine in found for tile in mine)
+        assert every == tiles_of(queries, padding, options, 4)
+
+
+@pytest.mark.parametrize("kind", ["decodes", "draft tokens"])
+def test_programs_have_as_many_tiles_where_each_sequence_has_one(kind):
+    """Numbers have no gaps then: no program has a turn without a tile while another has one more
+    than it has to."""
+    r = random.Random(kind)
+    for batch in (1, 4, 129):  # a warp looks at 128 at a time
+        options = Options(1, 8, 4)
+        queries = [LENGTHS[kind](r) for _ in range(batch)]
+        counts = [len(x) for x in visits(queries, [300] * batch, 0, options, 4)]
+        assert sum(counts) == batch and max(counts) - min(counts) <= 1
+
+
+def test_a_sequence_of_many_queries_is_visited_from_its_last_tile():
+    """A causal sequence's longest tiles come first."""
+    found = visits([100], [100], 0, Options(1, 16, 4), 4)
+    firsts = [mine[0][1] for mine in found]
+    assert firsts == sorted(firsts, reverse=True) and firsts[0] == 96
