@@ -198,7 +198,7 @@ def test_threads_that_call_with_sizes_of_their_own_get_their_results(monkeypatch
 
 
 def test_streams_give_their_scratch_memory_back():
-    call = decode(4, 2000).to("cuda")
+    call = decode(4, 8000).to("cuda")  # whose keys are split
     call.run()
     launch_cache.clear()
     torch.cuda.synchronize()
