@@ -43,7 +43,7 @@ class InverseLists(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ListSizes:
+class ListShape:
     """Sizes of the inverse lists of calls like one with packed keys, for `step` tokens at a time.
     Where ranges of keys may overlap (k_start), units are split into single keys, which are numbered
     by their row.
@@ -58,7 +58,7 @@ class ListSizes:
     step: int
 
     @classmethod
-    def of(cls, call: AttentionCall, step: int) -> "ListSizes":
+    def of(cls, call: AttentionCall, step: int) -> "ListShape":
         selection, keys = call.lists, call.k.shape[0]
         _, groups, entries = selection.key_indices.shape
         pieces = 1 if call.k_start is None else selection.select_size

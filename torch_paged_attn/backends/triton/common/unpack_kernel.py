@@ -1,5 +1,4 @@
-"""Copies keys and values to a workspace in 16 bits: those of 8 bits and int4 with their scales, and
-those in small pages.
+"""Copies keys and values of 8 bits and int4 to a workspace in 16 bits.
 
 A sequence of at least LEAST queries has consecutive rows there, from a multiple of BLOCK on, if
 there is room for them behind those of the sequences before it. Every program finds this out from
@@ -27,7 +26,7 @@ class Unpacked(NamedTuple):
     seqused_k: Any
     new_k: Any  # (num_kv_heads, capacity, head_dim)
     new_v: Any
-    new_k_descale: Any  # (num_kv_heads, capacity); None if keys have 16 bits
+    new_k_descale: Any  # (num_kv_heads, capacity)
     new_v_descale: Any
     # (batch,): the first row of a sequence in the workspace; and its number of keys if it is there,
     # if it has few queries, or if there was no room: elsewhere -1
@@ -61,9 +60,7 @@ def _unpack_rows(x_ptr, new_ptr, row, inside, DIM: tl.constexpr, FORMAT: tl.cons
         x = tl.load(x_ptr + row[0][:, None] + d[None, :], mask=inside[:, None])
         x = decode(x, FORMAT, tl.float32)
     d = tl.arange(0, DIM)
-    tl.store(
-        new_ptr + row[1][:, None] + d[None, :], x.to(new_ptr.dtype.element_ty), mask=inside[:, None]
-    )
+    tl.store(new_ptr + row[1][:, None] + d[None, :], x.to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit
@@ -141,14 +138,13 @@ def _unpack_kernel(
             _unpack_rows(pointers.k, pointers.new_k, row, inside, DIM, FORMAT)
             row = page * v_strides.page + head * v_strides.head + slot * v_strides.slot, new * DIM_V
             _unpack_rows(pointers.v, pointers.new_v, row, inside, DIM_V, FORMAT)
-            if pointers.new_k_descale is not None:
-                k_scale = _scales(
-                    pointers.k_descale, one, page, slot, head, inside, k_strides, BY_TOKEN
-                )
-                v_scale = _scales(
-                    pointers.v_descale, one, page, slot, head, inside, v_strides, BY_TOKEN
-                )
-                tl.store(pointers.new_k_descale + new, k_scale, mask=inside)
-                tl.store(pointers.new_v_descale + new, v_scale, mask=inside)
+            k_scale = _scales(
+                pointers.k_descale, one, page, slot, head, inside, k_strides, BY_TOKEN
+            )
+            v_scale = _scales(
+                pointers.v_descale, one, page, slot, head, inside, v_strides, BY_TOKEN
+            )
+            tl.store(pointers.new_k_descale + new, k_scale, mask=inside)
+            tl.store(pointers.new_v_descale + new, v_scale, mask=inside)
             number += tl.num_programs(0)
         first = stop

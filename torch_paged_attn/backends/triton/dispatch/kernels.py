@@ -194,11 +194,8 @@ def _tiles_on_hopper(call: AttentionCall) -> dict[str, ways.Tile | str]:
         groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
         tokens, rows = groups * (BLOCK_M // heads), groups * BLOCK_M
         found[name] = ways.Tile(tokens, rows, call.num_heads // heads, config.BLOCK_N)
-    # over copies, tiles of queries are as large
-    tile = found[f"listed {unpacked.OVER_COPIES.tiles}"]
-    if not isinstance(tile, str):
-        tile = tile._replace(keys=unpacked.keys_of_tile(call))
-    found[ways.UNPACKED] = tile
+    # over 16-bit keys, tiles are as large
+    found[ways.UNPACKED] = found[f"listed {unpacked.OVER_COPIES.tiles}"]
     return found
 
 

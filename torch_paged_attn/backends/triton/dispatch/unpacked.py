@@ -1,12 +1,10 @@
-"""Batches over caches of 8 bits and int4, or in small pages, in which some sequences have many
-queries.
+"""Batches over caches of 8 bits and int4 in which some sequences have many queries.
 
-A tile of 128 queries would convert all keys that it sees, or copy them row by row. Instead, keys
-and values of sequences with many queries are copied once into a workspace, as numbers in 16 bits
-and, of 8, scales by token and head (`unpack_kernel.py`), over which Hopper's kernel for 16 bits
-runs: it multiplies scores and probabilities by the scales. The other sequences, which decode, go
-through the portable kernel over the cache itself, afterwards: beside each other, each on a part of
-the chip, both take longer.
+A tile of 128 queries would convert all keys that it sees. Instead, keys and values of sequences
+with many queries are copied once into a workspace, as numbers in 16 bits and scales by token and
+head (`unpack_kernel.py`), over which Hopper's kernel for 16 bits runs: it multiplies scores and
+probabilities by the scales. The other sequences, which decode, go through the portable kernel over
+the cache itself, afterwards: beside each other, each on a part of the chip, both take longer.
 
 The workspace has room for some keys only. If the block table may hold more, a third launch, of
 Hopper's kernel that converts, takes the sequences that found none.
@@ -34,7 +32,6 @@ from torch_paged_attn.backends.triton.portable.forward import plan as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.tuning import FORWARD
 
 # bytes of a workspace, more only for the keys of one sequence, and then up to twice as many
 MOST_BYTES = 512 << 20
@@ -48,10 +45,8 @@ OVER_COPIES, OVER_CACHE = Form(is_cut=True, tiles="tall"), Form(tiles="tall")
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call that Hopper's kernel can take cannot be unpacked, or never should be."""
-    is_copied = support.gathers(call) and not has_scales(call)
-    is_converted = has_scales(call) and not support.is_float8(call)
-    if not is_copied and not (is_converted and call.q.dtype == torch.bfloat16):
-        return "nothing is converted to bfloat16, and pages are boxes"
+    if not support.converts(call) or support.is_float8(call) or call.q.dtype != torch.bfloat16:
+        return "nothing is converted to bfloat16"
     if call.block_table is None or has_rows(call) or call.layout is not None:
         return "keys are in no pages, or in blocks of a layout"
     if call.is_batch_invariant or call.q_descale is not None or call.result_dtype.itemsize != 2:
@@ -69,19 +64,9 @@ def unsupported(call: AttentionCall) -> str | None:
     return None if is_room else "the block table has room for too many keys"
 
 
-def has_scales(call: AttentionCall) -> bool:
-    """Whether copied keys and values have scales beside them."""
-    return support.converts(call)
-
-
 def bytes_of_key(call: AttentionCall) -> int:
     """Bytes of a key and its value in the workspace, of all heads."""
-    return call.num_kv_heads * (2 * (call.head_dim + call.head_dim_v) + 8 * has_scales(call))
-
-
-def keys_of_tile(call: AttentionCall) -> int:
-    """Keys of a tile of the launch over copies."""
-    return FORWARD[OVER_COPIES.tiles][support.width_of(call.head_dim)].BLOCK_N
+    return call.num_kv_heads * (2 * (call.head_dim + call.head_dim_v) + 8)
 
 
 def capacity_of(call: AttentionCall) -> int:
@@ -98,20 +83,17 @@ class _Workspace:
 
     def __init__(self, call: AttentionCall, capacity: int) -> None:
         shape, device = (call.num_kv_heads, capacity), call.q.device
-        self._keys = Allocation((*shape, call.head_dim), call.q.dtype, device)
-        self._values = Allocation((*shape, call.head_dim_v), call.q.dtype, device)
-        self._scales = None
-        if has_scales(call):
-            self._scales = Allocation((2, *shape), torch.float32, device)
+        self._keys = Allocation((*shape, call.head_dim), torch.bfloat16, device)
+        self._values = Allocation((*shape, call.head_dim_v), torch.bfloat16, device)
+        self._scales = Allocation((2, *shape), torch.float32, device)
         # each at a multiple of 16 bytes
         self._lengths = Allocation((4, cdiv(call.batch, 4) * 4), torch.int32, device)
         self._batch = call.batch
 
-    def __call__(self) -> tuple[Tensor | None, ...]:
-        """Keys, values, their scales or None, and the lengths of `Unpacked`."""
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Keys, values, their scales, and the lengths of `Unpacked`."""
         lengths = self._lengths()[:, : self._batch]
-        scales = (None, None) if self._scales is None else self._scales().unbind()
-        return self._keys(), self._values(), *scales, *lengths.unbind()
+        return self._keys(), self._values(), *self._scales().unbind(), *lengths.unbind()
 
 
 def _strides(call: AttentionCall, x: Tensor, scale: Tensor | None) -> UnpackStrides:
@@ -156,14 +138,14 @@ def plan_attention(call: AttentionCall) -> Plan:
     target, capacity = target_of(call.q.device), capacity_of(call)
     workspace, unpack = _Workspace(call, capacity), _plan_unpacking(call, capacity)
     new_out = Allocation(
-        (call.total_q, call.num_heads, call.head_dim_v), call.q.dtype, call.q.device
+        (call.total_q, call.num_heads, call.head_dim_v), torch.bfloat16, call.q.device
     )
     new_lse = Allocation((call.num_heads, call.total_q), torch.float32, call.q.device)
     names = list(call.given_tensors())
 
     def of_copies(made: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of the launch over copied keys."""
-        k, v, k_scale, v_scale = (None if x is None else x.transpose(0, 1) for x in made[:4])
+        k, v, k_scale, v_scale = (x.transpose(0, 1) for x in made[:4])
         lengths = {"k_start": made[4], "seqused_k": made[5]}
         scales = {"k_descale": k_scale, "v_descale": v_scale}
         return {"k": k, "v": v, "block_table": None, "cu_seqlens_k": None, **scales, **lengths}

@@ -18,7 +18,7 @@ from torch_paged_attn.backends.triton.common.dequant import (
     encode,
     stored_format,
 )
-from torch_paged_attn.backends.triton.common.inverse_lists import ListSizes, NumberedEntries
+from torch_paged_attn.backends.triton.common.inverse_lists import ListShape, NumberedEntries
 from torch_paged_attn.backends.triton.common.seqlen_info import is_bound
 from torch_paged_attn.backends.triton.common.softmax import LOG2E
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
@@ -81,7 +81,7 @@ class RunSizes(NamedTuple):
     is_after: Any  # 0 for what is done before the products, 1 for the sum of parts
     first_row: Any  # of a run of tokens
     own_lists: Any  # 0 if all KV heads share lists, else 1
-    units: Any  # these three: of `ListSizes`
+    units: Any  # these three: of `ListShape`
     step: Any
     runs: Any
 
@@ -213,7 +213,7 @@ class TokenRows:
     of so many `blocks` of columns."""
 
     def __init__(
-        self, call: BackwardCall, lists: ListSizes | None = None, blocks: int = 1, cuts: int = 0,
+        self, call: BackwardCall, lists: ListShape | None = None, blocks: int = 1, cuts: int = 0,
         is_by_lane: bool = False,
     ) -> None:  # fmt: skip
         forward = call.forward

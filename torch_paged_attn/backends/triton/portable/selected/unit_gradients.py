@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.common.dequant import as_stored
-from torch_paged_attn.backends.triton.common.inverse_lists import ListSizes
+from torch_paged_attn.backends.triton.common.inverse_lists import ListShape
 from torch_paged_attn.backends.triton.common.unit_items import ROW_FIELDS
 from torch_paged_attn.backends.triton.portable.selected import arguments as selected
 from torch_paged_attn.backends.triton.portable.selected.backward_kernels import (
@@ -53,7 +53,7 @@ class UnitGradients:
         has_keys = forward.k.shape[0] > 0 and (wants_k or wants_v)
         leaves_parts = has_keys and wants_q and selected.leaves_query_parts(forward, target)
         self._write_dq = _plan_dq(call) if wants_q and not leaves_parts else None
-        self._lists: ListSizes | None = None
+        self._lists: ListShape | None = None
         if not has_keys:
             self._rows = TokenRows(call)
             return
@@ -70,7 +70,7 @@ class UnitGradients:
         cuts = cdiv(forward.lists.select_size, config.BLOCK_N)
         of_token = forward.num_heads * entries * cuts * forward.head_dim * dtype.itemsize
         runs = cdiv(forward.total_q * of_token, MOST_BYTES) if leaves_parts else 1
-        self._lists = lists = ListSizes.of(forward, cdiv(forward.total_q, max(runs, 1)))
+        self._lists = lists = ListShape.of(forward, cdiv(forward.total_q, max(runs, 1)))
         block_n = max(16, min(lists.size, config.BLOCK_N))
         options = options._replace(SELECT_SIZE=lists.size, BLOCK_N=block_n)
         cuts = cdiv(lists.size, block_n)
@@ -114,7 +114,7 @@ class UnitGradients:
             self._write_dq(given, gradients._replace(dk=None, dv=None))
 
     def _visit_units(
-        self, lists: ListSizes, given: SelectedPointers, pointers: RowPointers,
+        self, lists: ListShape, given: SelectedPointers, pointers: RowPointers,
         gradients: SelectedGradients,
     ) -> None:  # fmt: skip
         results = [gradients.dk, gradients.dv]
