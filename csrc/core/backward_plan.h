@@ -29,7 +29,7 @@ struct BackwardPlan {
 // `ordered_heads`: KV heads add to one gradient, in order.
 void make_backward_plan(const Attention&, int64_t threads, bool ordered_heads, BackwardPlan&);
 
-// The same with lists of keys: tasks wait for no other. None is of gradients that nobody wants.
+// The same with lists of keys: tasks wait for no other, and compute wanted gradients alone.
 void make_backward_plan_of_lists(const Backward&, int64_t total_k, BackwardPlan&);
 
 // Points `Backward` at the plan's tiles and lists, which the tasks use.

@@ -79,6 +79,18 @@ def test_parts_of_units(size, dtype, device, monkeypatch):
         assert_accurate_gradients(found, truth)
 
 
+def test_units_of_ranges_that_overlap(device):
+    """Units are split into keys, which lists of several sequences name."""
+    problem = dataclasses.replace(
+        PROBLEM, num_heads=4, k_ranges="shared", selected=Selected(3, 4, "kv", holes=0.2)
+    )
+    call = build(problem)
+    out, lse = reference.selected_attention(**call.args)
+    given = hostile_gradients(call, out, lse)
+    asked = call.backward(*given, out, lse).to(device)
+    assert_accurate_gradients(planned_anew(asked), call.gradients(*given))
+
+
 def test_only_lists_of_single_keys_leave_parts(device):
     call = build(dataclasses.replace(PROBLEM, selected=Selected(2, 8, "kv")))
     out, lse = reference.selected_attention(**call.args)

@@ -22,7 +22,7 @@ from torch_paged_attn.backends.triton.portable.selected.parts_kernels import (
 )
 from torch_paged_attn.backends.triton.portable.selected.ranks import num_words, plan_ranks
 from torch_paged_attn.backends.triton.portable.selected.token_rows import RowPointers, TokenRows
-from torch_paged_attn.backends.triton.portable.selected.unit_gradients import gradient_strides_of
+from torch_paged_attn.backends.triton.portable.selected.unit_gradients import launch_options
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -71,12 +71,7 @@ def plan_parts(
         num_words=num_words(step),
         each_head=each_head,
         **selected.sizes_of(forward)._asdict(),
-        strides=selected.strides_of(forward),
-        more_strides=gradient_strides_of(call),
-        scalars=selected.scalars_of(forward),
-        OPTIONS=options,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **launch_options(call, config, options),
     )
     leaves = [
         leave.resized((count, heads), first_row=first, num_words=num_words(count))

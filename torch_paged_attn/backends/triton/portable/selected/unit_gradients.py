@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,18 +162,22 @@ def _plan_dq(call: BackwardCall) -> Launch:
         _selected_dq_kernel,
         (forward.total_q, forward.num_kv_heads * cdiv(forward.group_size, config.BLOCK_M)),
         **selected.sizes_of(forward)._asdict(),
-        strides=selected.strides_of(forward),
-        more_strides=gradient_strides_of(call),
-        scalars=selected.scalars_of(forward),
-        OPTIONS=selected.options_of(forward, target, config, False),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **launch_options(call, config, selected.options_of(forward, target, config, False)),
     )
 
 
-def gradient_strides_of(call: BackwardCall) -> GradientStrides:
-    """Strides of dout, or of the copy that kernels get."""
-    return GradientStrides(*with_whole_rows(call.dout).stride()[:2])
+def launch_options(
+    call: BackwardCall, config: selected.SelectedConfig, options: SelectedOptions
+) -> dict[str, Any]:
+    """What launches take besides their sizes. Strides are those of dout or of the copy of it."""
+    return {
+        "strides": selected.strides_of(call.forward),
+        "more_strides": GradientStrides(*with_whole_rows(call.dout).stride()[:2]),
+        "scalars": selected.scalars_of(call.forward),
+        "OPTIONS": options,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _plan_portable(
@@ -186,12 +191,7 @@ def _plan_portable(
         _selected_dkdv_kernel,
         (sizes[0].units, forward.num_kv_heads, cuts),
         **sizes[0]._asdict(),
-        strides=selected.strides_of(forward),
-        more_strides=gradient_strides_of(call),
-        scalars=selected.scalars_of(forward),
-        OPTIONS=options,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **launch_options(call, config, options),
     )
     launches = [first.resized(first.grid, **x._asdict()) for x in sizes]
 
