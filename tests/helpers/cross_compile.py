@@ -8,6 +8,7 @@ launch, because a launch is what happens, up to the point where a kernel would b
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -167,6 +168,7 @@ class Kernel:
     parts_threads: bool  # by a clock that each of them reads
     mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
     repeated_factors: int  # of products, on NVIDIA's chips, with keys that lanes hold twice
+    idle_barriers: int  # in shared memory of Gluon's kernels: made, and not used
     wide_loads: int  # of two or four numbers at once from memory, on NVIDIA's chips
     code: int  # bytes of machine code
     scratch: int  # bytes of memory that Triton would allocate for a program
@@ -191,6 +193,8 @@ class Kernel:
             found.append("one of two numbers in a register that overflows into the other")
         if self.repeated_factors:
             found.append(f"{self.repeated_factors} factors of products whose lanes repeat numbers")
+        if self.idle_barriers:
+            found.append(f"{self.idle_barriers} barriers that are not used, in others' room")
         if call in INVARIANT and self.fused > 0:
             # which of two it takes differs from row to row of a tile
             found.append(f"{self.fused} sums whose rounding is the compiler's choice")
@@ -276,8 +280,23 @@ def repeated_factors(ttgir: str) -> int:
     )
 
 
+def idle_barriers(ttgir: str) -> int:
+    """How many groups of barriers are only initialized. Triton gives the room of what is not used
+    any more to other data, and a barrier that was not invalidated may still be written: on an H200
+    weights were a barrier's bits, which are NaN, in the first calls of a process.
+    """
+    # what partitions of warps take is in the head of `warp_specialize`, before their code
+    code = ttgir.partition("partition0(")[0]
+    names = collections.Counter(re.findall(r"%\w+", code))
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)+i64,", code)
+    initialized = set(re.findall(r"ttng\.init_barrier (%\w+),", code))
+    parts = re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", code)
+    only = [group for part, group in parts if part in initialized and names[part] == 2]
+    return sum(names[group] == 1 + only.count(group) for group in made)
+
+
 def _read(arch: str, name: str, binary) -> Kernel:
-    scalar_spills = fused = repeated = 0
+    scalar_spills = fused = repeated = idle = 0
     parts_threads = lanes_mix = False
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
@@ -295,6 +314,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         parts_threads = "%globaltimer" in text and _parts_threads(text)
         lanes_mix = mixes_lanes(text)
         repeated = repeated_factors(binary.asm["ttgir"])
+        idle = idle_barriers(binary.asm["ttgir"])
     # Gluon's kernels begin further down
     code = binary.asm.get("ttir") or binary.asm["ttgir"]
     is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
@@ -306,6 +326,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         parts_threads=parts_threads,
         mixes_lanes=lanes_mix,
         repeated_factors=repeated,
+        idle_barriers=idle,
         code=_code_bytes(binary.asm["hsaco" if arch.startswith("gfx") else "cubin"]),
         scratch=sum(getattr(binary.metadata, f"{kind}_scratch_size", 0) for kind in SCRATCH),
         wide_loads=len(re.findall(r"\bld\.global\.\S*v[24]\.|cp\.async\.\S*, (?:8|16)\b", text)),

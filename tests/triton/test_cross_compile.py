@@ -156,6 +156,23 @@ def test_what_repeats_factors():
     assert found == [0, 1, 2]
 
 
+def test_what_is_an_idle_barrier():
+    """A barrier is used where something waits for it, or by partitions of warps that take it."""
+
+    def made(name):
+        at = f"%{name}_0 = ttg.memdesc_index %{name}[%c0] : !ttg.memdesc<2x1xi64, #shared>"
+        room = f"%{name} = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable>"
+        return f"{room} loc(#a)\n{at}\nttng.init_barrier %{name}_0, 1 : !ttg.memdesc<1xi64>\n"
+
+    code = f"{made('a')}{made('b')}{made('c')}{made('d')}"
+    code += "%words = ttg.local_alloc : () -> !ttg.memdesc<2x1xi32, #shared, #smem, mutable>\n"
+    code += "ttng.wait_barrier %a_0, %c0 : !ttg.memdesc<1xi64>\n"
+    code += "%at = ttg.memdesc_index %b[%n] : !ttg.memdesc<2x1xi64>\nttng.arrive_barrier %at, 1\n"
+    ends = "ttg.warp_specialize(%c)", "ttg.warp_specialize(%c, %d)"
+    found = [cross_compile.idle_barriers(f"{code}{end}\npartition0(%d)") for end in ends]
+    assert found == [1, 0]
+
+
 @pytest.fixture(scope="module")
 def planner():
     """A process that compiles nothing, so that one does for all chips."""

@@ -38,7 +38,7 @@ TILES_KNOWN = gl.constexpr(2)
 def new_claims(READERS: gl.constexpr):
     """Room for the numbers of tiles, and a pipeline for it: its fills are tiles, its consumers the
     READERS partitions of warps that read the numbers."""
-    info = new_work_info(TILES_KNOWN)
+    info = new_work_info(TILES_KNOWN, new_barriers(TILES_KNOWN, 1))
     read = new_barriers(TILES_KNOWN, READERS)
     return info, Pipeline(info.words, info.published, read, TILES_KNOWN)
 

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.common.names import Names
-from torch_paged_attn.backends.triton.hopper.common.pipeline import new_barriers
 from torch_paged_attn.backends.triton.hopper.common.records import record
 
 # its name until Triton 3.6, and later
@@ -33,6 +32,7 @@ class WorkInfo:
     """
 
     words: gl.shared_memory_descriptor
+    # a barrier for each stage; those of the queries where nobody waits for words alone
     published: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
@@ -61,8 +61,8 @@ class WorkInfo:
 
 
 @gluon.jit
-def new_work_info(STAGES: gl.constexpr):
-    """Room for the words of STAGES tiles."""
+def new_work_info(STAGES: gl.constexpr, published):
+    """Room for the words of STAGES tiles. `published`: see `WorkInfo`."""
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], word)
-    return WorkInfo(words, new_barriers(STAGES, 1), STAGES)
+    return WorkInfo(words, published, STAGES)

@@ -16,7 +16,11 @@ from torch_paged_attn.backends.triton.hopper.common.partitions import (
     run_partitions,
     warps_of,
 )
-from torch_paged_attn.backends.triton.hopper.common.pipeline import Pipelines, new_pipeline
+from torch_paged_attn.backends.triton.hopper.common.pipeline import (
+    Pipelines,
+    new_barriers,
+    new_pipeline,
+)
 from torch_paged_attn.backends.triton.hopper.common.tma import boxes, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.common.work_info import new_work_info
 from torch_paged_attn.backends.triton.hopper.forward.arguments import Params, Sizes
@@ -106,7 +110,8 @@ def _hopper_attention_fwd_kernel(
         row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         rows: gl.constexpr = [PRODUCERS, OPTIONS.BLOCK_N // KV_PARTS]
         found = gl.allocate_shared_memory(gl.int64, rows, row)
-    pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES), found=found)
+    work_info = new_work_info(Q_STAGES, new_barriers(Q_STAGES, 1))
+    pipelines = Pipelines(queries, keys, values, work_info, found=found)
     if CONVERTS_V:
         stored = keys, values
         out = None

@@ -127,7 +127,7 @@ def _references(n, s, start, m_i, seen, pipelines, OPTIONS: gl.constexpr, W: gl.
     largest = gl.max(x, 0)
     if OPTIONS.CONSUMERS == 2:
         pipelines.shared.rows.index(W).store(largest)
-        meet_consumers(n, pipelines.shared.found, OPTIONS, W)
+        meet_consumers(n, pipelines.meetings.found, W)
         largest = gl.maximum(largest, pipelines.shared.rows.index(1 - W).load(by_row))
     return x, gl.where(largest - BELOW > m_i + RAISED, largest - BELOW, m_i)
 
@@ -146,7 +146,7 @@ def _share_probabilities(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.co
     fence_async_shared()
     thread_barrier()
     if OPTIONS.CONSUMERS == 2:
-        mbarrier.arrive(pipelines.shared.sent.index(W), count=1)
+        mbarrier.arrive(pipelines.meetings.sent.index(W), count=1)
     return l_i
 
 
@@ -180,16 +180,16 @@ def _add_values(
 
 
 @gluon.jit
-def _all_sums(l_i, m_i, tile, shared, OPTIONS: gl.constexpr, W: gl.constexpr):
+def _all_sums(l_i, m_i, tile, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """The rows' sums of weights over the blocks of all consumers. `tile`: number of the program's
     tile."""
     total = gl.convert_layout(gl.sum(gl.sum(l_i, 1), 0), m_i.type.layout)
     if OPTIONS.CONSUMERS == 2:
-        shared.rows.index(W).store(total)
-        meet_consumers(tile, shared.ended, OPTIONS, W)
+        rows = pipelines.shared.rows
+        rows.index(W).store(total)
+        meet_consumers(tile, pipelines.meetings.ended, W)
         # in one order, so that both divide by the same number
-        first = shared.rows.index(0).load(m_i.type.layout)
-        total = first + shared.rows.index(1).load(m_i.type.layout)
+        total = rows.index(0).load(m_i.type.layout) + rows.index(1).load(m_i.type.layout)
     return total
 
 
@@ -307,14 +307,14 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             if CONSUMERS == 2:
                 other = CONSUMERS * n + 1 - W
                 pipelines.k.wait(other)
-                mbarrier.wait(pipelines.shared.sent.index(1 - W), n & 1)
+                mbarrier.wait(pipelines.meetings.sent.index(1 - W), n & 1)
                 even_acc, odd_acc = _add_values(
                     other, even_acc, odd_acc, pipelines, OPTIONS, W, 1 - W
                 )
                 pipelines.k.release(other)
             start += KEYS * CONSUMERS
             n += 1
-        total = _all_sums(l_i, m_i, tile, pipelines.shared, OPTIONS, W)
+        total = _all_sums(l_i, m_i, tile, pipelines, OPTIONS, W)
         _finish(even_acc, odd_acc, m_i, total, of_v, params, work_info, OPTIONS, W)
         thread_barrier()
         mbarrier.arrive(pipelines.read.index(0), count=1)

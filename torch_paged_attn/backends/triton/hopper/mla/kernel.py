@@ -30,6 +30,7 @@ from torch_paged_attn.backends.triton.hopper.mla.pipeline import (
 from torch_paged_attn.backends.triton.hopper.mla.producer import produce_latent
 from torch_paged_attn.backends.triton.hopper.mla.stages_8bit import (
     BytesPipelines,
+    new_meetings,
     new_shared_rows,
     new_split_queries,
     new_stored_keys,
@@ -60,12 +61,17 @@ def _hopper_mla_fwd_kernel(
     if OPTIONS.FORMAT == "":
         queries = new_queries(q_desc, q_rope_desc, OPTIONS)
         keys = new_keys(k_desc, k_rope_desc, OPTIONS)
-        pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))
+        work_info = new_work_info(1, queries.full)
+        pipelines = LatentPipelines(queries, keys, new_exchange(), work_info)
     else:
         keys = new_stored_keys(k_desc, k_rope_desc, OPTIONS)
         queries, shared = new_split_queries(OPTIONS), new_shared_rows(OPTIONS)
+        meetings = None
+        if OPTIONS.CONSUMERS == 2:
+            meetings = new_meetings()  # type: ignore[assignment]
+        work_info = new_work_info(1, new_barriers(1, 1))
         read = new_barriers(1, OPTIONS.CONSUMERS)
-        pipelines = BytesPipelines(keys, queries, shared, new_work_info(1), read)  # type: ignore[assignment]
+        pipelines = BytesPipelines(keys, queries, shared, meetings, work_info, read)  # type: ignore[assignment]
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()

@@ -199,7 +199,4 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
     _acquire(tile, pipelines, OPTIONS)
     work_info.put(tile, WORD.NUM_KV_TILES, 0)
     thread_barrier()
-    if HAS_QUERIES:
-        mbarrier.arrive(pipelines.q.full.index(0), count=1)
-    else:
-        work_info.publish(tile)
+    work_info.publish(tile)

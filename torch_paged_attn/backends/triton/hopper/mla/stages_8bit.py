@@ -72,15 +72,20 @@ class SplitQueries(NamedTuple):
 
 
 class SharedRows(NamedTuple):
-    """What consumers of the same rows of queries share. Each barrier is one for each consumer."""
+    """What consumers of the same rows of queries share."""
 
     p: Any  # probabilities (CONSUMERS * KEYS / SLICE * ROWS, SLICE) float16
     rows: Any  # maxima of a block, at last sums (CONSUMERS, ROWS) float32
     factors: Any  # factors of scores (ROWS,) float32
-    ready: Any  # barriers: a consumer's share of the queries is there
-    found: Any  # the same: its maxima are there
-    sent: Any  # the same: its probabilities are there
-    ended: Any  # the same: its sums are there
+
+
+class Meetings(NamedTuple):
+    """Barriers of two consumers, one for each."""
+
+    ready: Any  # its share of the queries is there
+    found: Any  # its maxima are there
+    sent: Any  # its probabilities are there
+    ended: Any  # its sums are there
 
 
 class BytesPipelines(NamedTuple):
@@ -89,18 +94,18 @@ class BytesPipelines(NamedTuple):
     k: Any
     q: Any
     shared: Any
+    meetings: Any  # None for one consumer
     work_info: Any
     read: Any  # a barrier: consumers have read the words about a tile
 
 
 @gluon.jit
-def meet_consumers(n, barriers, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Wait until the threads of all consumers are here, as consumer W. n: how often they have met
+def meet_consumers(n, barriers, W: gl.constexpr):
+    """Wait until the threads of both consumers are here, as consumer W. n: how often they have met
     at these barriers before."""
     thread_barrier()
-    if OPTIONS.CONSUMERS == 2:
-        mbarrier.arrive(barriers.index(W), count=1)
-        mbarrier.wait(barriers.index(1 - W), n & 1)
+    mbarrier.arrive(barriers.index(W), count=1)
+    mbarrier.wait(barriers.index(1 - W), n & 1)
 
 
 @gluon.constexpr_function
@@ -145,9 +150,14 @@ def new_shared_rows(OPTIONS: gl.constexpr):
     p = gl.allocate_shared_memory(gl.float16, [P_ROWS, SLICE], swizzled)
     rows = gl.allocate_shared_memory(gl.float32, [CONSUMERS, OPTIONS.ROWS], plain)
     factors = gl.allocate_shared_memory(gl.float32, [OPTIONS.ROWS], plain)
-    ready, found = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
-    sent, ended = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
-    return SharedRows(p, rows, factors, ready, found, sent, ended)
+    return SharedRows(p, rows, factors)
+
+
+@gluon.jit
+def new_meetings():
+    """Barriers of two consumers."""
+    ready, found = new_barriers(2, 1), new_barriers(2, 1)
+    return Meetings(ready, found, new_barriers(2, 1), new_barriers(2, 1))
 
 
 # rows of queries that are read at a time
@@ -224,4 +234,7 @@ def take_queries(tile, of_scores, params, pipelines, OPTIONS: gl.constexpr, W: g
     for i in gl.static_range(SHARE // QUERIES):
         _take_rows(of_scores, params, pipelines, OPTIONS, W * SHARE + i * QUERIES)
     fence_async_shared()
-    meet_consumers(tile, pipelines.shared.ready, OPTIONS, W)
+    if OPTIONS.CONSUMERS == 2:
+        meet_consumers(tile, pipelines.meetings.ready, W)
+    else:
+        thread_barrier()

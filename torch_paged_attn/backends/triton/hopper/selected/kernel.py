@@ -97,13 +97,13 @@ def _hopper_selected_fwd_kernel(
         pipelines = new_stored_pipelines(queries, dtype, OPTIONS)
     elif CONSUMERS == 1:
         keys = new_keys(q_desc, q_rope_desc, OPTIONS)
-        work_info, seen = new_work_info(2), new_seen_keys()
+        work_info, seen = new_work_info(2, queries.full), new_seen_keys()
         weights = new_weights(dtype, OPTIONS.PACKED_HEADS)
         pipelines = LatentPipelines(queries, keys, None, work_info, seen, weights)
     else:
         keys = new_keys(q_desc, q_rope_desc, OPTIONS)
-        exchange = new_exchange()
-        pipelines = LatentPipelines(queries, keys, exchange, new_work_info(2), new_seen_keys())
+        work_info, seen = new_work_info(2, queries.full), new_seen_keys()
+        pipelines = LatentPipelines(queries, keys, new_exchange(), work_info, seen)
     sizes = ListSizes(
         total_q, batch, entries, num_rows, max_pages, stride_index_token, stride_count_token,
         stride_table, units, unit_pairs,

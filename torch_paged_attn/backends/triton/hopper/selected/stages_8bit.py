@@ -77,7 +77,7 @@ def new_stored_pipelines(queries, rope_dtype: gl.constexpr, OPTIONS: gl.constexp
         keys = new_pipeline(rope_dtype, [CONVERTED, KEYS, SCALED], swizzled, CONVERTED, 1, 1)
     ropes = new_pipeline(rope_dtype, [BLOCKS, KEYS, ROPE], swizzled, BLOCKS, 1, 128)
     scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES, KEYS, GROUPS], plain)
-    seen, work_info = new_seen_keys(), new_work_info(2)
+    seen, work_info = new_seen_keys(), new_work_info(2, queries.full)
     of_products: gl.constexpr = rope_dtype if OPTIONS.CONVERTERS > 0 else gl.float16
     shape: gl.constexpr = [2, OPTIONS.PACKED_HEADS, HALF]
     split = seen_as(queries.halves, shape, swizzled, gl.float16)
