@@ -15,19 +15,19 @@ from torch_paged_attn.testing import EXTENDED, Layout, assert_accurate, build
 
 PAGED = EXTENDED["deepseek_mla/latent_columns/bf16"]
 PACKED = dataclasses.replace(PAGED, page_size=None, cache_layout="hnd")
-DECODES = dataclasses.replace(PAGED, num_heads=8, seqs=((1, 700), (1, 64), (1, 0)) * 9)
+DECODES = dataclasses.replace(PAGED, seqs=((1, 700), (1, 64), (1, 0)) * 9)
 DRAWN = tuple(
     dataclasses.replace(DECODES, num_heads=heads, **changes)
     for heads, changes in (
-        (8, {"causal": False}),
+        (16, {"causal": False}),
         (8, {"page_size": 1}),
         (5, {"page_size": 544, "seqs": ((1, 3000), (1, 1), (1, 20))}),
-        (6, {"page_size": 48, "lengths": "cu_seqlens_k", "seqs": ((1, 9000),)}),
-        (8, {"seqs": ((2, 700), (1, 1300), (0, 90), (1, -1))}),
+        (9, {"page_size": 48, "lengths": "cu_seqlens_k", "seqs": ((1, 9000),)}),
+        (16, {"seqs": ((2, 700), (1, 1300), (0, 90), (1, -1))}),
         (7, {"seqs": ((1, 700), (0, 90), (0, 0), (1, 64)), "padding_rows": 2}),
         # more sequences than programs
         (8, {"seqs": tuple((1, 5 * i) for i in range(160))}),
-        (4, {"seqs": tuple((1 + i % 2, 700 - 4 * i) for i in range(150)), "page_seed": 3}),
+        (16, {"seqs": tuple((1 + i % 2, 700 - 4 * i) for i in range(150)), "page_seed": 3}),
     )
 )
 
@@ -45,9 +45,9 @@ def test_decodes_take_hoppers_kernel(problem):
 @pytest.mark.parametrize(
     "problem, changes, word",
     [
-        (dataclasses.replace(PAGED, num_heads=8), {}, "more than 2 queries"),
+        (PAGED, {}, "more than 2 queries"),
         (dataclasses.replace(DECODES, seqs=((1, 60),) * 3), {}, "fewer than 500 keys"),
-        (dataclasses.replace(DECODES, num_heads=16), {}, "more than 8 heads"),
+        (dataclasses.replace(DECODES, num_heads=17), {}, "more than 16 heads"),
         (dataclasses.replace(DECODES, dtype=torch.float16), {}, "float16"),
         (dataclasses.replace(DECODES, v_dtype=torch.uint8), {}, "uint8"),
         (dataclasses.replace(DECODES, head_dim=32), {}, "heads are 32"),
@@ -56,7 +56,7 @@ def test_decodes_take_hoppers_kernel(problem):
         (DECODES, {"batch_invariant": True}, "depend on the batch"),
         (DECODES, {"softcap": 1.0}, "softcap"),
         (DECODES, {"window_size_left": 9}, "windows"),
-        (DECODES, {"sinks": torch.zeros(8)}, "sinks"),
+        (DECODES, {"sinks": torch.zeros(16)}, "sinks"),
         (DECODES, {"q_position": torch.zeros(27, dtype=torch.int32)}, "q_position"),
         (DECODES, {"softmax_scale": -1.0}, "softmax_scale"),
         (DECODES, {"out_dtype": torch.float32}, "out_dtype"),

@@ -1,9 +1,12 @@
 """What only a GPU can show: CUDA graphs, no host in the loop, caches past 2**31 elements."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 from typing import ClassVar
 
+import first_calls
 import pytest
 import torch
 
@@ -33,6 +36,12 @@ def test_no_call_waits_for_the_gpu(name, run):
         run(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_first_calls_of_a_process_give_what_later_ones_do():
+    command = [sys.executable, first_calls.__file__]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
 def elsewhere(call):

@@ -92,13 +92,6 @@ def unsupported(problem, **changes):
         return selected.unsupported(hopper_call(problem, **changes))
 
 
-@pytest.fixture(autouse=True)
-def every_form(request, monkeypatch):
-    """The form for 16 heads beside latents of 8 bits, which calls do not take, is tested, too."""
-    if request.node.originalname != "test_unsupported_scales":
-        monkeypatch.setattr(selected, "MOST_SCALED_HEADS", selected.FEW_HEADS)
-
-
 @over_shapes
 def test_supported(problem):
     assert unsupported(problem) is None
@@ -129,7 +122,7 @@ OF_16_BITS = torch.zeros(9, 1, 64, 512, dtype=bf16)
     [
         (dataclasses.replace(SCALED[0], dtype=f16), {}, "float16"),
         (dataclasses.replace(SCALED[0], cache_layout="nhd"), {}, "equally far apart"),
-        (dataclasses.replace(SCALED[0], num_heads=9), {}, "more than 8 heads"),
+        (dataclasses.replace(SCALED[0], num_heads=17), {}, "more than 16 heads"),
         (SCALED[0], dict(v=OF_16_BITS), "with scales by column"),
         (SCALED[0], dict(softcap=1.0), "softcap"),
         (SCALED[0], dict(k_descale=torch.ones(())), "k_descale"),
@@ -223,7 +216,6 @@ def compile_lists(problem):
     """The kernels of a launch, compiled in another process, and the first one's waits for products.
     If the assembler finds fault with a kernel's products, it waits after each of them."""
     cubins = []
-    selected.MOST_SCALED_HEADS = selected.FEW_HEADS  # as in `every_form`
 
     def read(arch, name, binary, read=cross_compile._read):
         cubins.append(binary.asm["cubin"])

@@ -52,11 +52,6 @@ SCALED_FORMS = {
     FEW_HEADS: ScaledForm(5, 8, 1, 1, REGISTERS),
 }
 
-# heads up to which calls take the kernel for latents of 8 bits. The form for 16 heads gave NaN in
-# its first calls on an H200 (one head and one group of columns of some tokens; later calls right):
-# no call takes it until the cause is found
-MOST_SCALED_HEADS = FEWEST_HEADS
-
 # with more tokens than this to each group of programs, all groups have a share
 FEW_TOKENS = 8
 
@@ -110,8 +105,8 @@ def unsupported_scales(call: AttentionCall) -> str | None:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, with scales by column"
     if call.q_latent is None:
         return "q_latent is not given, with scales by column"
-    if call.num_heads > MOST_SCALED_HEADS:
-        return f"more than {MOST_SCALED_HEADS} heads, with scales by column"
+    if call.num_heads > FEW_HEADS:
+        return f"more than {FEW_HEADS} heads, with scales by column"
     if not _are_one_row(call) or pieces(call, scales) != pieces(call, v):
         return "rope keys, latents and scales do not lie equally far apart"
     if scales.stride(-1) != 1 or support.is_misaligned(scales, scales.dim() - 1):

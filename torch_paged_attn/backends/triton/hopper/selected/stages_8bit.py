@@ -34,8 +34,8 @@ SCALED, PAIRS, GROUPS, BLOCKS = (gl.constexpr(i) for i in (128, 64, 4, 2))
 # blocks whose scales have room. The scales of block n may be written once the scores of block n - 2
 # are there: block n - 3 is done then, and its scales are read
 SCALE_STAGES = gl.constexpr(3)
-# numbers of 8 bits in a piece of 16 bytes, and rows that are converted at a time
-BYTES, AT_ONCE = gl.constexpr(16), gl.constexpr(16)
+# numbers of 8 bits in a piece of 16 bytes
+BYTES = gl.constexpr(16)
 
 # four e4m3 in a register to bfloat16, by way of float16 and float32: there is no shorter one
 _BFLOAT16_PTX = gl.constexpr(
@@ -165,10 +165,7 @@ def _convert_group(n, stored, keys):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stored.consumer_wait(n)
     keys.producer_acquire(n)
-    source, target = stored.tile(n), keys.tile(n)
-    for i in gl.static_range(KEYS // AT_ONCE):
-        x = source.slice(i * AT_ONCE, AT_ONCE).load(layout)
-        target.slice(i * AT_ONCE, AT_ONCE).store(_as_bfloat16(x))
+    keys.tile(n).store(_as_bfloat16(stored.tile(n).load(layout)))
     fence_async_shared()
     thread_barrier()  # the thread that arrives has not read and written all of these
     stored.consumer_release(n)
