@@ -43,11 +43,32 @@ CALLS = {
 }  # fmt: skip
 
 
+TRAINING = {
+    "training": dataclasses.replace(GQA, seqs=((1000, 0),) * 8, page_size=None),
+    "training of narrow heads": Problem("narrow", ((1000, 0),) * 8, 16, 4, 64, dtype=bf16),
+    "training of wide keys": Problem("wide", ((700, 0),) * 4, 16, 16, 192, 128, dtype=bf16),
+    "training of lists": Problem("lists", ((700, 0),) * 4, 32, 1, 64, dtype=bf16, **LISTS),
+}
+
+
+def results(call) -> list[torch.Tensor]:
+    """The result of a call, and its gradients if q needs one."""
+    out = call.run()[0]
+    tensors = [call.args[name] for name in "qkv"]
+    if not tensors[0].requires_grad:
+        return [out.clone()]
+    return [out, *torch.autograd.grad(out, tensors, torch.ones_like(out))]
+
+
 def main() -> None:
-    for name, problem in CALLS.items():
+    for name, problem in (CALLS | TRAINING).items():
         call = build(problem).to("cuda")
-        first, *later = (call.run()[0].clone() for _ in range(4))
-        if not (first.isfinite().all() and all(torch.equal(first, x) for x in later)):
+        if name in TRAINING:
+            for x in "qkv":
+                call.args[x].requires_grad_()
+        first, *later = (results(call) for _ in range(4))
+        same = all(torch.equal(x, y) for found in later for x, y in zip(first, found, strict=True))
+        if not (same and all(x.isfinite().all() for x in first)):
             print(name)
 
 

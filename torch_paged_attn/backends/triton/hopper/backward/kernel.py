@@ -95,6 +95,12 @@ def _new_pipeline(desc, STAGES: gl.constexpr, BOXES: gl.constexpr, CONSUMERS: gl
     return new_pipeline(desc.dtype, shape, layout, STAGES, CONSUMERS, 1)
 
 
+@gluon.jit
+def _new_staying_tiles(desc, done, STAGES: gl.constexpr):
+    """A pipeline of tiles that stay until `done` says that their results lie in their place."""
+    return Pipeline(_new_boxes(desc, STAGES), new_barriers(STAGES, 1), done, STAGES)
+
+
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def _hopper_backward_keys_kernel(
     q_desc, dout_desc, k_desc, v_desc, statistics_desc, dk_desc, dv_desc, sums_desc, pointers,
@@ -111,8 +117,9 @@ def _hopper_backward_keys_kernel(
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     SLOTS: gl.constexpr = OPTIONS.SLOTS
     OTHERS: gl.constexpr = 4 if OPTIONS.DQ_SUMS == BY_BOX else 3
-    keys = _new_pipeline(k_desc, OPTIONS.STAY_STAGES, 1, 1)
-    values = _new_pipeline(v_desc, OPTIONS.STAY_STAGES, 1, 1)
+    done = new_barriers(OPTIONS.STAY_STAGES, CONSUMERS)
+    keys = _new_staying_tiles(k_desc, done, OPTIONS.STAY_STAGES)
+    values = _new_staying_tiles(v_desc, done, OPTIONS.STAY_STAGES)
     queries = _new_pipeline(q_desc, OPTIONS.FIRST_STAGES, 1, CONSUMERS)
     douts = _new_pipeline(dout_desc, OPTIONS.SECOND_STAGES, 1, CONSUMERS)
     statistics = _new_boxes(statistics_desc, OPTIONS.FIRST_STAGES)
@@ -132,7 +139,6 @@ def _hopper_backward_keys_kernel(
         full = new_barriers(CONSUMERS * SLOTS, 1)
         empty = new_barriers(CONSUMERS * SLOTS, 1)
         sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
-    done = new_barriers(OPTIONS.STAY_STAGES, CONSUMERS)
     info, claims = new_claims(CONSUMERS + OTHERS - 1)
     pipelines = KeyPipelines(
         keys, values, queries, douts, statistics, p, ds, sums, done, info, claims
