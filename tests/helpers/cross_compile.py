@@ -109,6 +109,7 @@ KNOWN = {
     ("sm90", "vllm/tokens_int4/bf16"): 320,
     # eight bytes more than what is left over
     ("sm80", "mla/prefill_columns/f16"): 72,
+    ("gfx90a", "selected/columns/f16"): 8,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
     ("sm90", "vllm/tokens_e4m3/f16"): 192,

@@ -59,10 +59,8 @@ def choose_selected_config(
         return SelectedConfig(block_m, 16 if is_wide else 32, 16 if is_wide else 4, 1)
     if target.is_hip:
         return SelectedConfig(block_m, 16 if is_wide else 64, 4, 1)
-    if target.arch == "sm90" and block_m == 16 and 128 < head_dim <= WIDE:
-        # QSA's prefill takes 3.3 ms on an H200, and 3.95 with 64 keys in two stages
-        return SelectedConfig(block_m, 32, 4, 3)
     if not is_wide:
+        # QSA's prefill takes 2.37 ms on an H200; 32 keys in three stages 2.90, by two warps 2.55
         return SelectedConfig(block_m, 64, 4, 3 if head_dim <= 128 else 2)
     has_room = (target.shared_memory or 0) > 2**17
     if target.arch == "sm90":  # its products read keys from shared memory, not from registers
@@ -162,6 +160,8 @@ def options_of(
     smallest = target.smallest_chunk(rows) if not formats.is_precise else 16
     k_low, k_high = chunks(call.head_dim, smallest)
     v_low, v_high = chunks(call.head_dim_v, smallest)
+    # gradients of wide rows leave no registers for an exchange: sm90's spilled 5 KB of them
+    is_full = by_key and max(call.head_dim, call.head_dim_v) > WIDE
     return SelectedOptions(
         HEAD_DIM=call.head_dim,
         K_LOW=k_low,
@@ -189,9 +189,18 @@ def options_of(
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         SCALED_COLUMNS=LATENT_COLUMNS if is_by_column(call.v_descale, call.v) else 0,
+        COPIES=1 if is_full else _copies(selection.select_size, target, config),
         # where one tile at a time is on its way, there is nothing to gain, and registers to lose
         FINDS_AHEAD=config.num_stages > 1,
     )
+
+
+def _copies(select_size: int, target: Target, config: SelectedConfig) -> int:
+    """How often the numbers of a tile's keys are found; once if they are those of one unit."""
+    if select_size % config.BLOCK_N == 0:
+        return 1
+    lanes = 64 if target.is_hip and not is_rdna(target) else 32
+    return max(1, config.num_warps * lanes // config.BLOCK_N)
 
 
 def _is_v_in_k(call: AttentionCall) -> bool:

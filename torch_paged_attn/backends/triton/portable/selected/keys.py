@@ -116,11 +116,15 @@ class SelectedOptions(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     SCALED_COLUMNS: int  # of values, that share a scale; 0: those of a head do
+    COPIES: int  # of the number of each of a tile's keys (`_numbers_of_tile`)
     FINDS_AHEAD: bool  # pages and slots of the next tile are held while one is multiplied
 
 
 # sequences whose bounds a program reads at a time
 SEARCH = tl.constexpr(256)
+
+# that 32 bits number
+MOST_KEYS = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -179,9 +183,23 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
 
 
 @triton.jit
+def _numbers_of_tile(n0, OPTIONS: tl.constexpr):
+    """n0 and the BLOCK_N - 1 numbers behind it, each COPIES times: (BLOCK_N, COPIES).
+
+    Numbers that are as many as a program's threads are found by one thread each. Of fewer, each
+    thread would find those of all rows that it copies, together with all lanes of its warp.
+    """
+    COPIES: tl.constexpr = OPTIONS.COPIES
+    n = n0 + tl.arange(0, OPTIONS.BLOCK_N)
+    if COPIES > 1:
+        n = n[:, None] + tl.zeros([1, COPIES], tl.int32)
+    return n
+
+
+@triton.jit
 def find_units(n0, token, strides, OPTIONS: tl.constexpr):
     """The units of BLOCK_N keys of a token's list from key n0 on; one number if they are in one."""
-    entry = (n0 + tl.arange(0, OPTIONS.BLOCK_N)) // OPTIONS.SELECT_SIZE
+    entry = _numbers_of_tile(n0, OPTIONS) // OPTIONS.SELECT_SIZE
     if OPTIONS.SELECT_SIZE % OPTIONS.BLOCK_N == 0:
         entry = n0 // OPTIONS.SELECT_SIZE
     return tl.load(
@@ -189,6 +207,20 @@ def find_units(n0, token, strides, OPTIONS: tl.constexpr):
         mask=entry < token.count,
         other=-1,
     )
+
+
+@triton.jit
+def seen_range(token, scalars, KEY: tl.constexpr, OPTIONS: tl.constexpr):
+    """The first key that a token may see, and one past the last one; of type KEY."""
+    first_key = tl.zeros([], tl.int64)
+    stop_key = tl.maximum(token.key_len, 0)
+    if OPTIONS.HAS_LEFT:
+        first_key = tl.maximum(token.position - scalars.left, 0)
+    if OPTIONS.HAS_RIGHT:
+        stop_key = tl.maximum(tl.minimum(stop_key, token.position + scalars.right + 1), 0)
+    if KEY.primitive_bitwidth == 32:
+        first_key, stop_key = tl.minimum(first_key, MOST_KEYS), tl.minimum(stop_key, MOST_KEYS)
+    return first_key.to(KEY), stop_key.to(KEY)
 
 
 @triton.jit
@@ -200,38 +232,49 @@ def place_keys(n0, unit, token, pointers, sizes, scalars, OPTIONS: tl.constexpr)
     # a tile is in one unit, and in one page
     IN_UNIT: tl.constexpr = SELECT_SIZE % BLOCK_N == 0
     IN_PAGE: tl.constexpr = IN_UNIT and PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N == 0
-    n = n0 + tl.arange(0, BLOCK_N)
+    # of a sequence, keys are numbered with 32 bits; of a cache, units are
+    KEY: tl.constexpr = tl.int64 if OPTIONS.IS_SLOTS and SELECT_SIZE > 1 else tl.int32
+    first_key, stop_key = seen_range(token, scalars, KEY, OPTIONS)
+    # units that are not in this range may have keys that KEY does not hold
+    is_seen = (unit >= 0) & (unit <= (stop_key - 1) // SELECT_SIZE)
+    n = _numbers_of_tile(n0, OPTIONS)
     if IN_UNIT:
-        first = unit.to(tl.int64) * SELECT_SIZE + n0 % SELECT_SIZE
+        first = unit.to(KEY) * SELECT_SIZE + n0 % SELECT_SIZE
         key = first + tl.arange(0, BLOCK_N)
     else:
         # Triton 3.6 takes the sum of [4 a, 4 b, ...] and [0, 1, 2, ...] for multiples of 4, and
         # would load four elements at once of rows that start anywhere: it is told that they are not
-        key = tl.multiple_of(unit.to(tl.int64) * SELECT_SIZE + n % SELECT_SIZE, 1)
-    is_seen = (unit >= 0) & (key < token.key_len)
-    if OPTIONS.HAS_RIGHT:
-        is_seen = is_seen & (key <= token.position + scalars.right)
+        key = unit.to(KEY) * SELECT_SIZE + n % SELECT_SIZE
+        key = tl.multiple_of(key, [1, 1]) if OPTIONS.COPIES > 1 else tl.multiple_of(key, 1)
+    is_unit = is_seen
+    is_seen = is_seen & (key < stop_key)
     if OPTIONS.HAS_LEFT:
-        is_seen = is_seen & (key >= token.position - scalars.left)
+        is_seen = is_seen & (key >= first_key)
     if PAGE_SIZE == 0:
-        page = tl.zeros([BLOCK_N], tl.int64)
+        page = 0 * n
         slot = token.k_first + key
         is_seen = is_seen & (slot >= 0) & (slot < sizes.num_rows)
     else:
-        page = key // PAGE_SIZE
-        slot = key % PAGE_SIZE
+        page = (key // PAGE_SIZE).to(tl.int32)
+        slot = (key % PAGE_SIZE).to(tl.int32)
         if IN_PAGE:
-            page = first // PAGE_SIZE
-            slot = first % PAGE_SIZE + tl.arange(0, BLOCK_N)
+            page = (first // PAGE_SIZE).to(tl.int32)
+            slot = (first % PAGE_SIZE).to(tl.int32) + tl.arange(0, BLOCK_N)
         if not OPTIONS.IS_SLOTS:
             is_seen = is_seen & (page < sizes.max_pages)
             is_read = is_seen
             if IN_PAGE:
-                is_read = (unit >= 0) & (first < token.key_len) & (page < sizes.max_pages)
+                is_read = is_unit & (first < token.key_len) & (page < sizes.max_pages)
             table_ptr = pointers.block_table + tl.cast(token.b, tl.int64) * sizes.stride_table
             page = tl.load(table_ptr + page, mask=is_read, other=0).to(tl.uint32)
             # an invalid page id is replaced by the last page: no other memory is read
-            page = tl.minimum(page, tl.cast(sizes.num_rows - 1, tl.uint32)).to(tl.int64)
+            page = tl.minimum(page, tl.cast(sizes.num_rows - 1, tl.uint32)).to(tl.int32)
+    if OPTIONS.COPIES > 1:
+        # one number, because each exchange between threads waits for all of them
+        place = (page.to(tl.int64) << 32) | slot.to(tl.int64)
+        place = tl.max(tl.where(is_seen, place, -1), 1)
+        is_seen = place >= 0
+        page, slot = (place >> 32).to(tl.int32), place.to(tl.int32)
     return page, slot, is_seen
 
 
@@ -306,11 +349,17 @@ def find_split(pointers, strides, sizes, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def row_offsets(page, slot, page_stride, slot_stride):
+    """Where rows of keys begin, in 64 bits."""
+    return page.to(tl.int64) * page_stride + slot.to(tl.int64) * slot_stride
+
+
+@triton.jit
 def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.constexpr):
     """Rows of keys and values, in two chunks each; 0 where the token does not see the key."""
     K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
-    offsets = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
+    offsets = row_offsets(page, slot, strides.k_page, strides.k_slot) + kv_head * strides.k_head
     k = load_chunks(
         pointers.k, offsets, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
         K_FORMAT, type_of(OPTIONS.DTYPE),
@@ -318,7 +367,7 @@ def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.const
     if OPTIONS.IS_V_IN_K:
         v = (k[0], 0.0)
     else:
-        offsets = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
+        offsets = row_offsets(page, slot, strides.v_page, strides.v_slot) + kv_head * strides.v_head
         v = load_chunks(
             pointers.v, offsets, is_seen, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
             V_FORMAT, type_of(OPTIONS.DTYPE),

@@ -23,6 +23,7 @@ from torch_paged_attn.backends.triton.portable.selected.keys import (
     find_keys,
     find_split,
     range_of_split,
+    row_offsets,
 )
 
 
@@ -53,14 +54,14 @@ def _selected_latents_kernel(
     units = (tl.zeros([BLOCK_M], tl.float32),) * GROUPS
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
-        k_rows = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
+        k_rows = row_offsets(page, slot, strides.k_page, strides.k_slot) + kv_head * strides.k_head
         k = load_chunks(
             pointers.k, k_rows, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
             K_FORMAT, type_of(OPTIONS.DTYPE),
         )  # fmt: skip
-        v_rows = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
+        v_rows = row_offsets(page, slot, strides.v_page, strides.v_slot) + kv_head * strides.v_head
         v = load_groups(pointers.v, v_rows, is_seen, True, V_FORMAT, OPTIONS)
-        of_rows = page * strides.v_descale_page + slot * strides.v_descale_slot
+        of_rows = row_offsets(page, slot, strides.v_descale_page, strides.v_descale_slot)
         scale_ptr = pointers.v_descale + kv_head * strides.v_descale_head + of_rows
         s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
         s = s * (scalars.scale * queries.k_scale)
