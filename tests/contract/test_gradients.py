@@ -2,8 +2,7 @@
 
 import contextlib
 import gc
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.func import functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch_paged_attn
 from torch_paged_attn import flash_varlen, merge_states, reshape_and_cache
 
 pytestmark = pytest.mark.usefixtures("no_backward")
@@ -149,9 +149,11 @@ def test_vmap_of_a_write_is_refused():
     assert not cache.any()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled(backend, fullgraph):
+@pytest.mark.parametrize(
+    ("fullgraph", "backend"),
+    [(True, "eager"), (True, "aot_eager"), (False, "aot_eager")],
+)
+def test_compiled(fullgraph, backend):
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend=backend, fullgraph=fullgraph)
     q = query()
@@ -211,20 +213,17 @@ def test_a_refused_write_writes_nothing():
     assert not cache.any() and cache._version == 0
 
 
-def test_a_library_that_cannot_see_gradients_is_guarded_before_the_kernel():
+def test_a_library_that_cannot_see_gradients_is_guarded_before_the_kernel(programs):
     # as where libtorch has renamed what csrc/ops/autograd.cpp looks for
-    code = """
-import torch
+    tests = "reverse_mode or every_tensor or dual or version or inference_tensor or vmap"
+    code = f"""
+import pytest, sys
 from torch_paged_attn.ops import _library
 for name, gate in _library.GATES.items():
     _library.LIBRARY.impl(name, gate.call_gated, "AutogradCPU")
-import pytest, sys
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {__file__!r}, "-k", {tests!r}]))
 """
-    tests = ["reverse_mode", "every_tensor", "dual", "version", "inference_tensor", "vmap"]
-    command = [sys.executable, "-c", code, __file__, "-k", " or ".join(tests)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    programs.run(code, str(Path(torch_paged_attn.__file__).parents[1]))
 
 
 def test_arguments_are_given_back():

@@ -26,8 +26,9 @@ class Forks:
     def end(self, code, *paths, **environment):
         """The status that a program ends with, what it prints, and its errors."""
         if self.server is None:
-            # what stands in PYTHONPATH is not for the programs
-            without = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+            # what stands in PYTHONPATH is not for the programs, nor that memory is kept (Makefile)
+            ours = ("PYTHONPATH", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+            without = {name: x for name, x in os.environ.items() if name not in ours}
             command = [sys.executable, "-P", __file__, self.module]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.server = subprocess.Popen(command, text=True, env=without, **pipes)

@@ -14,6 +14,8 @@ SIZES = {
     **{"max_position_embeddings": 1024, "pad_token_id": 0},
     **{"bos_token_id": None, "eos_token_id": None},
 }
+# tokens of a prompt, nearly a tile of keys; of a step with draft tokens
+PROMPT, DRAFT = 60, 5
 
 
 def model(name="Llama", **options):
@@ -25,9 +27,10 @@ def model(name="Llama", **options):
 
 
 def generate(cache, steps, padded, window=None):
-    """`steps` tokens after a prompt of 30, with a cache of Transformers."""
+    """`steps` tokens after a prompt, with a cache of Transformers; a window is longer than that."""
     made = model("Mistral", sliding_window=window) if window else model()
-    ids, mask = torch.full((2, 30), 5), torch.ones(2, 30, dtype=torch.long)
+    length = window - 7 if window else PROMPT
+    ids, mask = torch.full((2, length), 5), torch.ones(2, length, dtype=torch.long)
     if padded:
         mask[0, :7] = 0
     options = {"cache_implementation": cache, "max_new_tokens": steps, "do_sample": False}
@@ -36,12 +39,12 @@ def generate(cache, steps, padded, window=None):
 
 
 def verify(steps):
-    """Steps of five draft tokens each, as assisted decoding has them."""
+    """Steps of draft tokens, as assisted decoding has them."""
     made = model()
     cache = transformers.DynamicCache(config=made.config)
     with torch.inference_mode():
         for step in range(steps):
-            made(torch.full((1, 5 if step else 30), 5), past_key_values=cache)
+            made(torch.full((1, DRAFT if step else PROMPT), 5), past_key_values=cache)
 
 
 class Rounded(QuantizedLayer):
@@ -57,13 +60,13 @@ class Rounded(QuantizedLayer):
 
 
 def quantised(steps):
-    """`steps` tokens after a prompt of 30, with a cache of which all but the last 16 are in 8 bits
+    """`steps` tokens after a prompt, with a cache of which all but the last 16 are in 8 bits
     and become new tensors in each step."""
     made = model()
     cache = transformers.Cache(layers=[Rounded(residual_length=16)])
     with torch.inference_mode():
         for step in range(steps):
-            made(torch.full((2, 1 if step else 30), 5), past_key_values=cache)
+            made(torch.full((2, 1 if step else PROMPT), 5), past_key_values=cache)
 
 
 def batches(count):

@@ -196,6 +196,10 @@ SAMPLES: dict[str, Sample] = {
                 "selected/many_keys/bf16",
             ),
             "selected_gaps": (),
+            # tests/triton/test_reshape_and_cache.py has all formats and the other layouts
+            "quantize": ("bf16-i4-nhd",),
+            # tests/triton/test_selected_parts.py, test_selected_units.py: shared lists and float32
+            "selected_gradients_asked_for": ("selected/training/bf16",),
             # the slowest of all: more than 30 seconds
             "selected_gradients_agree": (),
             "selected_gradients_unseen_memory": (),

@@ -90,6 +90,7 @@ def test_selected_attention_backward(problem, data):
     assert_refused_as_explained(backward.op, backward.args)
 
 
+@pytest.mark.any_isa  # they are looked at before the kernel
 @given(
     st.lists(st.one_of(st.integers(-2, 40), st.sampled_from((2**62, -(2**63), 2**31)))),
     st.booleans(),

