@@ -280,8 +280,8 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         longest = max(longest, most)
     rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
     parts, piece = 0.0, max(longest, share)
-    if way.startswith("numbered"):
-        # who has a long tile has fewer
+    if way.startswith(("numbered", "listed")):
+        # whole tiles are claimed: who has a long one has fewer
         rounds = math.ceil(rounds)
         piece = max(longest, rounds * units / count)
     elif way.startswith(("cut", "dealt")):
