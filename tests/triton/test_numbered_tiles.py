@@ -49,7 +49,7 @@ class Options(NamedTuple):
 
 def visits(queries, keys, padding, options, num_heads):
     """Of each program, the tiles that it visits: sequence, first token, the token after the last
-    one, head. Each program begins with a tile; the first one claims all others."""
+    one, head. The first program claims all that is not taken in turns."""
     counters = torch.zeros(1, dtype=torch.int32)
     pointers = Pointers(
         Pointer(cumulative(queries)), Pointer(torch.tensor(keys)), Pointer(counters)
@@ -113,6 +113,15 @@ def test_programs_begin_with_a_tile_where_each_sequence_has_one(kind):
         found = visits(queries, [300] * batch, 0, options, 4)
         firsts = [mine[0][0] for mine in found]
         assert firsts == [batch - 1, batch - 2, batch - 3]
+
+
+def test_programs_take_alike_tiles_in_turns():
+    """Claims take time, and find nothing that is shorter."""
+    counts = [len(x) for x in visits([1] * 20, [900] * 13 + [840] * 7, 0, Options(1, 8, 4), 4)]
+    assert counts == [7, 7, 6]
+    counts = [len(x) for x in visits([1] * 20, [900] * 13 + [700] * 7, 0, Options(1, 8, 4), 4)]
+    # seven turns, of which the last three are claimed
+    assert counts == [12, 4, 4]
 
 
 @pytest.mark.parametrize("longest, firsts", [(90, [0, 1, 2]), (30, [4, 4, 4])])

@@ -7,9 +7,9 @@ on, and returns the next n. Each way returns how many tiles the program had.
 Tiles of a paged batch are found by their numbers, without a list, and without a launch that makes
 one. Where each sequence has one tile, its number is the sequence's; elsewhere there are gaps, as in
 `seqlen_info.py`. The last tile comes first: a causal sequence's longest tiles do. Only decodes that
-engines put before chunks of prompts come before them, if one of them has the most keys. A program
-begins with the tile of its own number, and then claims what no other has, so that who has a long
-tile has fewer. The heads of a tile are neighbours: together they read whole tokens of a cache.
+engines put before chunks of prompts come before them, if one of them has the most keys. Programs
+take tiles in turns at first, and claim the last ones, so that who has long tiles has fewer. The
+heads of a tile are neighbours: together they read whole tokens of a cache.
 
 Where sums are added up by stretches of keys (`stretches.py`), tiles of few queries may be cut: each
 tile has as many units of work as the host says that there may be stretches.
@@ -33,6 +33,9 @@ from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTR
 
 # sequences that are looked at at a time
 SEARCHED_AT_ONCE = gl.constexpr(128)
+# turns whose tiles are claimed, at most: a claim takes half a microsecond, if tiles see few keys.
+# None where each sequence has one tile and the fewest keys of one are so many eighths of the most
+CLAIMED_TURNS, ALIKE = gl.constexpr(3), gl.constexpr(7)
 
 
 class Numbered(NamedTuple):
@@ -50,6 +53,7 @@ class Numbers(NamedTuple):
     count: Any
     leading: Any  # the first ones in order of work, in rising order; then come the last ones
     without_gaps: Any  # whether each of them is a tile's
+    are_alike: Any  # whether all tiles are known to see about as many keys
 
 
 @gluon.jit
@@ -68,6 +72,7 @@ def numbers_of_tiles(params, room, OPTIONS: gl.constexpr):
     ones = lane * 0
     first_long = ones + most
     longest = ones
+    shortest = ones + 2**27
     # of one sequence, or a unit for each program, there is nothing to look at
     units = (total_q // STEP + batch + 1) * heads * room
     if (batch > 1) & (units > gl.num_programs(0)):
@@ -81,10 +86,13 @@ def numbers_of_tiles(params, room, OPTIONS: gl.constexpr):
             first_long = gl.minimum(first_long, first)
             # odd, if it is a sequence of one tile that has the most keys
             longest = gl.maximum(longest, gl.where(b < batch, 2 * sequence.units + has_one, 0))
+            shortest = gl.minimum(shortest, gl.where(b < batch, sequence.units, 2**27))
     without_gaps = (gl.sum(ones, 0) == batch) & (not has_padding)
+    most_keys = gl.max(longest, 0)
     leading = gl.min(first_long, 0)
-    leading = gl.where((gl.max(longest, 0) % 2 == 1) & (leading < most), leading, 0)
-    return Numbers(gl.where(without_gaps, batch, most), leading, without_gaps)
+    leading = gl.where((most_keys % 2 == 1) & (leading < most), leading, 0)
+    are_alike = without_gaps & (8 * gl.min(shortest, 0) >= ALIKE * (most_keys // 2))
+    return Numbers(gl.where(without_gaps, batch, most), leading, without_gaps, are_alike)
 
 
 @gluon.jit
@@ -132,15 +140,15 @@ def stretch_of_unit(unit, sequence, units, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def claim_unit(units, params, OPTIONS: gl.constexpr):
-    """The next of `units` units that no program has: no less than `units` where there is none.
-    Every program that had one claims another in vain; the last to do so makes the counter zero for
-    the next launch."""
+def claim_unit(first, units, params, OPTIONS: gl.constexpr):
+    """The next of `units` units, from number `first` on, that no program has: no less than `units`
+    where there is none. Every program that has units claims another in vain; the last to do so
+    makes the counter zero for the next launch."""
     counter = params.pointers.counters + OPTIONS.COUNTERS
     claimed = gl.atomic_add(counter, 1)
-    if claimed == units - 1:
+    if claimed == gl.minimum(gl.num_programs(0), units) + gl.maximum(units - first, 0) - 1:
         gl.store(counter, 0)
-    return claimed + gl.num_programs(0)
+    return claimed + first
 
 
 class QueryTile(NamedTuple):
@@ -264,6 +272,7 @@ def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
     unit = gl.program_id(0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     room = params.sizes.heads_per_unit
+    programs = gl.num_programs(0)
     numbers = numbers_of_tiles(params, room, OPTIONS)
     units = numbers.count * heads * room
     while unit < units:
@@ -278,13 +287,14 @@ def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
             )  # fmt: skip
             n = VISIT(at, tile, n, *given)
             tile += 1
-        unit = claim_unit(units, params, OPTIONS)
+        unit = claim_unit(programs, units, params, OPTIONS)
     return tile
 
 
 @gluon.jit
 def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
-    """Tiles that are found by their numbers, whole, that no other program has claimed."""
+    """Tiles that are found by their numbers, whole: in turns, and then those that no other program
+    has claimed."""
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     tile = 0
     n = 0
@@ -292,6 +302,10 @@ def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     numbers = numbers_of_tiles(params, 1, OPTIONS)
     units = numbers.count * heads
+    programs = gl.num_programs(0)
+    turns = (units + programs - 1) // programs
+    unclaimed = gl.where(numbers.are_alike, turns, gl.maximum(turns - CLAIMED_TURNS, 1))
+    first_claimed = unclaimed * programs
     while unit < units:
         place = unit // heads
         number = gl.where(
@@ -307,10 +321,9 @@ def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
             )  # fmt: skip
             n = VISIT(at, tile, n, *given)
             tile += 1
-        if units > gl.num_programs(0):
-            unit = claim_unit(units, params, OPTIONS)
-        else:
-            unit = units
+        unit += programs
+        if (unit >= first_claimed) & (first_claimed < units):
+            unit = claim_unit(first_claimed, units, params, OPTIONS)
     return tile
 
 
