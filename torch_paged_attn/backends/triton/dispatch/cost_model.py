@@ -342,10 +342,12 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
 
 def _number(tiles: int, lengths: Lengths) -> Division:
     """Hopper's kernel: with n programs, the one that has the most tiles computes as many as an n-th
-    of all, with all of their keys; who has a long one has fewer."""
-    of_program = math.ceil(tiles / MULTIPROCESSORS)
+    of all, with all of their keys; who has a long one has fewer, but it may begin at any time."""
+    of_program = tiles / MULTIPROCESSORS
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
-    return Division(max(longest, of_program * mean), 0.0, 0.0, of_program)
+    longest += max(of_program - 1, 0.0) / 2 * mean
+    rounds = math.ceil(of_program)
+    return Division(max(longest, rounds * mean), 0.0, 0.0, rounds)
 
 
 def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:
