@@ -28,6 +28,16 @@ def _load(pointer: Pointer, mask: Any = True, other: int = 0) -> torch.Tensor:
     return torch.where(mask, pointer.base[torch.where(mask, at, 0)], other)
 
 
+def _store(pointer: Pointer, value: Any) -> None:
+    pointer.base[pointer.at] = value
+
+
+def _atomic_add(pointer: Pointer, value: Any) -> torch.Tensor:
+    before = pointer.base[pointer.at].clone()
+    pointer.base[pointer.at] += value
+    return before
+
+
 def _of_tensors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *given: function(*map(torch.as_tensor, given))
 
@@ -41,7 +51,11 @@ def as_python(function: Any, program: int = 0, programs: int = 1) -> Callable[..
         BlockedLayout=lambda *_: None,
         arange=lambda start, stop, *_: torch.arange(start, stop, dtype=torch.int32),
         load=_load,
+        store=_store,
+        atomic_add=_atomic_add,
         sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
         where=_of_tensors(torch.where),
         maximum=_of_tensors(torch.maximum),
         minimum=_of_tensors(torch.minimum),

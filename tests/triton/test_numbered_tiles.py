@@ -24,6 +24,7 @@ class Given(NamedTuple):
 class Pointers(NamedTuple):
     cu_seqlens_q: Pointer
     seqused_k: Pointer
+    counters: Pointer
     cu_seqlens_k: None = None
 
 
@@ -42,13 +43,17 @@ class Options(NamedTuple):
     TOKENS: int
     PACKED_HEADS: int
     BLOCK_N: int = 64
+    COUNTERS: int = 0
     HAS_LEFT: bool = False
 
 
 def visits(queries, keys, padding, options, num_heads):
     """Of each program, the tiles that it visits: sequence, first token, the token after the last
-    one, head."""
-    pointers = Pointers(Pointer(cumulative(queries)), Pointer(torch.tensor(keys)))
+    one, head. The first program claims all that is not taken in turns."""
+    counters = torch.zeros(1, dtype=torch.int32)
+    pointers = Pointers(
+        Pointer(cumulative(queries)), Pointer(torch.tensor(keys)), Pointer(counters)
+    )
     sizes = Sizes(len(queries), sum(queries) + padding, max(keys, default=0))
     params, found = Given(pointers, sizes, Scalars(num_heads)), []
     for program in range(PROGRAMS):
@@ -63,6 +68,7 @@ def visits(queries, keys, padding, options, num_heads):
         run = as_python(_visit_numbered, program, PROGRAMS)
         assert run(params, visit, (), options) == len(mine)
         found.append(mine)
+    assert counters.item() == 0  # as the next launch wants it
     return found
 
 
@@ -98,15 +104,33 @@ def test_every_tile_is_visited_once(kind, padding):
 
 
 @pytest.mark.parametrize("kind", ["decodes", "draft tokens"])
-def test_programs_have_as_many_tiles_where_each_sequence_has_one(kind):
-    """Numbers have no gaps then: no program has a turn without a tile while another has one more
-    than it has to."""
+def test_programs_begin_with_a_tile_where_each_sequence_has_one(kind):
+    """Numbers have no gaps then."""
     r = random.Random(kind)
-    for batch in (1, 4, 129):  # a warp looks at 128 at a time
+    for batch in (3, 4, 129):  # a warp looks at 128 at a time
         options = Options(1, 8, 4)
         queries = [LENGTHS[kind](r) for _ in range(batch)]
-        counts = [len(x) for x in visits(queries, [300] * batch, 0, options, 4)]
-        assert sum(counts) == batch and max(counts) - min(counts) <= 1
+        found = visits(queries, [300] * batch, 0, options, 4)
+        firsts = [mine[0][0] for mine in found]
+        assert firsts == [batch - 1, batch - 2, batch - 3]
+
+
+def test_programs_take_alike_tiles_in_turns():
+    """Claims take time, and find nothing that is shorter."""
+    counts = [len(x) for x in visits([1] * 20, [900] * 13 + [840] * 7, 0, Options(1, 8, 4), 4)]
+    assert counts == [7, 7, 6]
+    counts = [len(x) for x in visits([1] * 20, [900] * 13 + [700] * 7, 0, Options(1, 8, 4), 4)]
+    # seven turns, of which the last three are claimed
+    assert counts == [12, 4, 4]
+
+
+@pytest.mark.parametrize("longest, firsts", [(90, [0, 1, 2]), (30, [4, 4, 4])])
+def test_decodes_come_before_a_chunk_if_one_of_them_has_the_most_keys(longest, firsts):
+    keys = [20, 5, longest, 7, 80]
+    found = visits([1, 1, 1, 1, 70], keys, 0, Options(1, 16, 4, BLOCK_N=8), 4)
+    assert [mine[0][0] for mine in found] == firsts
+    first_tokens = [first for b, first, *_ in found[0][1:] if b == 4]
+    assert first_tokens == sorted(first_tokens, reverse=True)
 
 
 def test_a_sequence_of_many_queries_is_visited_from_its_last_tile():

@@ -98,11 +98,6 @@ class Lengths(NamedTuple):
     sequences: float = 1.0
     queries: float = 1.0
 
-    @property
-    def variance(self) -> float:
-        """Of lengths whose logarithms are uniform up to the longest; 0 if they are alike."""
-        return max(self.mean * (self.longest / 2 - self.mean), 0.0)
-
 
 class Costs(NamedTuple):
     """Microseconds, unless it says otherwise."""
@@ -267,14 +262,10 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
     return min(keys, shape.window + queries) if shape.window >= 0 else keys
 
 
-def _seen_of(x: Lengths, queries: float, shape: Shape) -> Lengths:
-    return x._replace(mean=_seen(x.mean, queries, shape), longest=_seen(x.longest, queries, shape))
-
-
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
     """Sequences of many queries: tiles of queries, of which later ones see more keys. Where
     keys are divided in equal shares, each tile counts with the keys of its sequence's last one."""
-    count = units = longest = uneven = 0.0
+    count = units = longest = 0.0
     slots = MULTIPROCESSORS * tile.resident
     for x in guess:
         tokens = min(tile.tokens, x.queries)
@@ -287,13 +278,12 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         count += x.sequences * tiles * tile.heads
         units += x.sequences * tiles * tile.heads * each
         longest = max(longest, most)
-        after_first = max(x.sequences * tiles * tile.heads / slots - 1, 0.0)
-        uneven += after_first * _seen_of(x, tokens, shape).variance / tile.keys**2
     rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
     parts, piece = 0.0, max(longest, share)
-    if way.startswith("numbered"):
+    if way.startswith(("numbered", "listed")):
+        # whole tiles are claimed: who has a long one has fewer
         rounds = math.ceil(rounds)
-        piece = longest + (rounds - 1) * units / count + math.sqrt(uneven)
+        piece = max(longest, rounds * units / count)
     elif way.startswith(("cut", "dealt")):
         piece = max(share, min(LEAST_PIECE, longest))
         parts = min(max(longest / piece - 1, 0.0), MULTIPROCESSORS)
@@ -351,12 +341,13 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
 
 
 def _number(tiles: int, lengths: Lengths) -> Division:
-    """Hopper's kernel: with n programs, each one computes every n-th tile, with all of its keys.
-    The program that has the most is one whose tiles happen to be long."""
-    of_program = math.ceil(tiles / MULTIPROCESSORS)
+    """Hopper's kernel: with n programs, the one that has the most tiles computes as many as an n-th
+    of all, with all of their keys; who has a long one has fewer, but it may begin at any time."""
+    of_program = tiles / MULTIPROCESSORS
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
-    uneven = max(tiles / MULTIPROCESSORS - 1, 0.0) * lengths.variance / HOPPER_KEYS**2
-    return Division(longest + (of_program - 1) * mean + math.sqrt(uneven), 0.0, 0.0, of_program)
+    longest += max(of_program - 1, 0.0) / 2 * mean
+    rounds = math.ceil(of_program)
+    return Division(max(longest, rounds * mean), 0.0, 0.0, rounds)
 
 
 def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:

@@ -36,7 +36,9 @@ class Pointers(NamedTuple):
     # (total_q, num_heads, head_dim_v), if it is float32 or merged from pieces by several programs;
     # None where the accelerator stores the result
     out: Any = None
-    counters: Any = None  # of pieces, where units of keys are dealt out: zeros before and after
+    # of pieces, where units of keys are dealt out, and of units that were claimed, if IS_NUMBERED:
+    # zeros before and after
+    counters: Any = None
 
 
 class Sizes(NamedTuple):

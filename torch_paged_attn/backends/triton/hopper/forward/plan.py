@@ -159,7 +159,7 @@ def plan_launches(
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None
     elements = tiles.part_elements(options, programs)
-    if options.MOST_PARTS > 0 and not options.IS_LISTED:
+    if options.IS_DEALT or options.IS_NUMBERED:
         scratch = ScratchOf(elements, options.COUNTERS + 1, call.q.device)
     elif elements:
         new_parts = Allocation((elements,), torch.float32, call.q.device)
@@ -194,6 +194,7 @@ def plan_launches(
             at_parts, at_counters = None if parts is None else parts.data_ptr(), None
             if held is not None:
                 at_parts, at_counters = held.addresses
+                at_parts = at_parts if elements else None
             boxes_at = launch.map_arguments
             launch.start(
                 *boxes_at(0, q_boxes, at_q),
@@ -203,7 +204,9 @@ def plan_launches(
                 pick((*addresses, lse.data_ptr(), *lists, at_parts, at_counters, at_out, None)),
             )
             return
-        memory = (parts, None) if held is None else (held.parts, held.counters)
+        memory: tuple[Tensor | None, Tensor | None] = (parts, None)
+        if held is not None:
+            memory = (held.parts if elements else None, held.counters)
         q, k, v = tensors[:3]
         launch(
             q_boxes.at(q.data_ptr()),

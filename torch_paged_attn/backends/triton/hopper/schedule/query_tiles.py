@@ -6,10 +6,10 @@ on, and returns the next n. Each way returns how many tiles the program had.
 
 Tiles of a paged batch are found by their numbers, without a list, and without a launch that makes
 one. Where each sequence has one tile, its number is the sequence's; elsewhere there are gaps, as in
-`seqlen_info.py`. The last tile comes first: a causal sequence's longest tiles do, and engines put
-decodes before chunks of prompts. Programs take them in turns, back and forth, so that who has a
-longer one in a turn has a shorter one in the next.
-The heads of a tile are neighbours: together they read whole tokens of a cache.
+`seqlen_info.py`. The last tile comes first: a causal sequence's longest tiles do. Only decodes that
+engines put before chunks of prompts come before them, if one of them has the most keys. Programs
+take tiles in turns at first, and claim the last ones, so that who has long tiles has fewer. The
+heads of a tile are neighbours: together they read whole tokens of a cache.
 
 Where sums are added up by stretches of keys (`stretches.py`), tiles of few queries may be cut: each
 tile has as many units of work as the host says that there may be stretches.
@@ -33,6 +33,9 @@ from torch_paged_attn.backends.triton.hopper.schedule.tile_scheduler import ENTR
 
 # sequences that are looked at at a time
 SEARCHED_AT_ONCE = gl.constexpr(128)
+# turns whose tiles are claimed, at most: a claim takes half a microsecond, if tiles see few keys.
+# None where each sequence has one tile and the fewest keys of one are so many eighths of the most
+CLAIMED_TURNS, ALIKE = gl.constexpr(3), gl.constexpr(7)
 
 
 class Numbered(NamedTuple):
@@ -44,36 +47,52 @@ class Numbered(NamedTuple):
     exists: Any  # whether the number is a tile's, and not in a gap
 
 
+class Numbers(NamedTuple):
+    """Of tiles, as values of the kernel."""
+
+    count: Any
+    leading: Any  # the first ones in order of work, in rising order; then come the last ones
+    without_gaps: Any  # whether each of them is a tile's
+    are_alike: Any  # whether all tiles are known to see about as many keys
+
+
 @gluon.jit
-def _have_one_each(params, OPTIONS: gl.constexpr):
-    """Whether each sequence has one tile, found out by a warp. No tile is of rows past the last
-    sequence."""
+def numbers_of_tiles(params, room, OPTIONS: gl.constexpr):
+    """The numbers of a launch, found out by a warp. With gaps, they are as many as `num_tiles` of
+    `seqlen_info.py` says or, without rows past the last sequence, fewer. Without, they are those of
+    sequences that have one tile each; no tile is of rows past the last one. `room`: units of work
+    of a tile."""
     by_lane: gl.constexpr = gl.BlockedLayout([SEARCHED_AT_ONCE // 32], [32], [1], [0])
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    batch, bounds = params.sizes.batch, params.pointers.cu_seqlens_q
+    total_q, batch = params.sizes.total_q, params.sizes.batch
+    heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
+    has_padding = gl.load(params.pointers.cu_seqlens_q + batch) < total_q
+    most = gl.where(has_padding, total_q // STEP + batch + 1, (total_q - 1) // STEP + batch)
     lane = gl.arange(0, SEARCHED_AT_ONCE, by_lane)
     ones = lane * 0
-    # of chunks of prompts, there is nothing to look at
-    if params.sizes.total_q <= batch * STEP:
+    first_long = ones + most
+    longest = ones
+    shortest = ones + 2**27
+    # of one sequence, or a unit for each program, there is nothing to look at
+    units = (total_q // STEP + batch + 1) * heads * room
+    if (batch > 1) & (units > gl.num_programs(0)):
         for b0 in range(0, batch, SEARCHED_AT_ONCE):
             b = b0 + lane
-            start = gl.load(bounds + b, mask=b < batch, other=0)
-            length = gl.load(bounds + b + 1, mask=b < batch, other=0) - start
-            ones += ((length > 0) & (length <= STEP)).to(gl.int32)
-    return gl.sum(ones, 0) == batch
-
-
-@gluon.jit
-def numbers_of_tiles(params, OPTIONS: gl.constexpr):
-    """How many numbers there are, and whether each of them is a tile's: if not, what `num_tiles` of
-    `seqlen_info.py` says or, without rows past the last sequence, fewer. Those of no tile are a
-    turn of some programs, which then have a tile less than others."""
-    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    total_q, batch = params.sizes.total_q, params.sizes.batch
-    has_padding = gl.load(params.pointers.cu_seqlens_q + batch) < total_q
-    without_gaps = _have_one_each(params, OPTIONS) & (not has_padding)
-    most = gl.where(has_padding, total_q // STEP + batch + 1, (total_q - 1) // STEP + batch)
-    return gl.where(without_gaps, batch, most), without_gaps
+            sequence = sequence_of(b, params, OPTIONS)
+            has_one = ((b < batch) & (sequence.tiles == 1)).to(gl.int32)
+            ones += has_one
+            is_long = (b < batch) & (sequence.tiles > 1)
+            first = gl.where(is_long, sequence.q_start // STEP + b, most)
+            first_long = gl.minimum(first_long, first)
+            # odd, if it is a sequence of one tile that has the most keys
+            longest = gl.maximum(longest, gl.where(b < batch, 2 * sequence.units + has_one, 0))
+            shortest = gl.minimum(shortest, gl.where(b < batch, sequence.units, 2**27))
+    without_gaps = (gl.sum(ones, 0) == batch) & (not has_padding)
+    most_keys = gl.max(longest, 0)
+    leading = gl.min(first_long, 0)
+    leading = gl.where((most_keys % 2 == 1) & (leading < most), leading, 0)
+    are_alike = without_gaps & (8 * gl.min(shortest, 0) >= ALIKE * (most_keys // 2))
+    return Numbers(gl.where(without_gaps, batch, most), leading, without_gaps, are_alike)
 
 
 @gluon.jit
@@ -121,15 +140,15 @@ def stretch_of_unit(unit, sequence, units, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def claim_unit(units, params, OPTIONS: gl.constexpr):
-    """The next of `units` units that no program has: no less than `units` where there is none.
-    Every program that had one claims another in vain; the last to do so makes the counter zero for
-    the next launch."""
+def claim_unit(first, units, params, OPTIONS: gl.constexpr):
+    """The next of `units` units, from number `first` on, that no program has: no less than `units`
+    where there is none. Every program that has units claims another in vain; the last to do so
+    makes the counter zero for the next launch."""
     counter = params.pointers.counters + OPTIONS.COUNTERS
     claimed = gl.atomic_add(counter, 1)
-    if claimed == units - 1:
+    if claimed == gl.minimum(gl.num_programs(0), units) + gl.maximum(units - first, 0) - 1:
         gl.store(counter, 0)
-    return claimed + gl.num_programs(0)
+    return claimed + first
 
 
 class QueryTile(NamedTuple):
@@ -253,10 +272,11 @@ def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
     unit = gl.program_id(0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     room = params.sizes.heads_per_unit
-    numbers, without_gaps = numbers_of_tiles(params, OPTIONS)
-    units = numbers * heads * room
+    programs = gl.num_programs(0)
+    numbers = numbers_of_tiles(params, room, OPTIONS)
+    units = numbers.count * heads * room
     while unit < units:
-        found = find_numbered(unit // room // heads, without_gaps, params, OPTIONS)
+        found = find_numbered(unit // room // heads, numbers.without_gaps, params, OPTIONS)
         sequence = found.sequence
         piece = stretch_of_unit(unit, sequence, units, params, OPTIONS)
         if found.exists & (piece.number < piece.pieces):
@@ -267,23 +287,31 @@ def _visit_stretches(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
             )  # fmt: skip
             n = VISIT(at, tile, n, *given)
             tile += 1
-        unit = claim_unit(units, params, OPTIONS)
+        unit = claim_unit(programs, units, params, OPTIONS)
     return tile
 
 
 @gluon.jit
 def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
-    """Tiles that are found by their numbers, whole: programs take them in turns."""
+    """Tiles that are found by their numbers, whole: in turns, and then those that no other program
+    has claimed."""
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
-    programs = gl.num_programs(0)
     tile = 0
     n = 0
-    place = gl.program_id(0)
+    unit = gl.program_id(0)
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    numbers, without_gaps = numbers_of_tiles(params, OPTIONS)
-    for first in range(0, numbers * heads, programs):
-        unit = first + place
-        found = find_numbered(numbers - 1 - unit // heads, without_gaps, params, OPTIONS)
+    numbers = numbers_of_tiles(params, 1, OPTIONS)
+    units = numbers.count * heads
+    programs = gl.num_programs(0)
+    turns = (units + programs - 1) // programs
+    unclaimed = gl.where(numbers.are_alike, turns, gl.maximum(turns - CLAIMED_TURNS, 1))
+    first_claimed = unclaimed * programs
+    while unit < units:
+        place = unit // heads
+        number = gl.where(
+            place < numbers.leading, place, numbers.count - 1 - (place - numbers.leading)
+        )
+        found = find_numbered(number, numbers.without_gaps, params, OPTIONS)
         if found.exists:
             sequence = found.sequence
             at = QueryTile(
@@ -293,8 +321,9 @@ def _visit_numbered(params, VISIT: gl.constexpr, given, OPTIONS: gl.constexpr):
             )  # fmt: skip
             n = VISIT(at, tile, n, *given)
             tile += 1
-        # back and forth
-        place = programs - 1 - place
+        unit += programs
+        if (unit >= first_claimed) & (first_claimed < units):
+            unit = claim_unit(first_claimed, units, params, OPTIONS)
     return tile
 
 
