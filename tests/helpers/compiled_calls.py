@@ -284,6 +284,10 @@ BACKWARD = {
                 ("one_bias", EVERYTHING | {"bias_heads": "one"}),
             )
         ),
+        *(
+            Problem(f"d{d}/mask/bf16", PREFILL, 4, 2, d, 128, dtype=bf16, bias="bool")
+            for d in (128, 192)
+        ),
         Problem("d128/layout/f16", PREFILL, 8, 2, 128, dtype=torch.float16, layout=Layout()),
     )
 }

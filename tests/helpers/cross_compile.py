@@ -100,6 +100,8 @@ KNOWN = {
     # tiles of 64 keys, which spill nothing, leave twice as many parts: 7.5 ms for M3, not 4.2
     ("sm90", "backward/selected/groups_of_4/bf16"): 192,
     ("sm90", "backward/selected/m3_training/f16"): 128,
+    ("sm90", "backward/d128/mask/bf16"): 136,
+    ("sm90", "backward/d192/mask/bf16"): 208,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,

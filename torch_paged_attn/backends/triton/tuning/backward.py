@@ -17,30 +17,28 @@ class BackwardConfig:
     dbias: Config
 
 
-def find_entry(
-    arch: str, kind: str, head_dim: int, itemsize: int, is_plain: bool, is_full: bool
-) -> str | None:
+def find_entry(arch: str, kind: str, head_dim: int, itemsize: int, special: str) -> str | None:
     """The key of the most specific entry in a GPU's table, such as `"dkdv/d128/b2"`; None if there
-    is none. The kind is `dkdv`, `dq` or `dbias`; `d` is one of WIDTHS; `b` is itemsize. `/full`
-    follows for calls without causal mask and window, `/extra` for calls that are not plain: with a
-    bias, ALiBi, softcap, dropout or a layout.
+    is none. The kind is `dkdv`, `dq` or `dbias`; `d` is one of WIDTHS; `b` is itemsize. What is
+    special about a call follows: see `choose_backward_config`.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{kind}/d{width}/b{itemsize}"
-    special = ("/full" if is_full else "") if is_plain else "/extra"
-    return next((entry for entry in (key + special, key) if entry in table(arch)), None)
+    others = ("/extra",) if special == "/mask" else ()
+    names = (special, *others, "")
+    return next((key + name for name in names if key + name in table(arch)), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_backward_config(
-    arch: str, head_dim: int, itemsize: int, is_plain: bool, is_full: bool
-) -> BackwardConfig:
+def choose_backward_config(arch: str, head_dim: int, itemsize: int, special: str) -> BackwardConfig:
     """The tiles of a call. `head_dim`: the larger of head_dim and head_dim_v; `itemsize`: bytes of
-    an element in matrix products.
+    an element in matrix products; `special`: `/full` without causal mask and window, `/mask` with a
+    bool mask, which takes few registers, and nothing of what `/extra` is: a bias, ALiBi, softcap,
+    dropout, a layout.
     """
 
     def choose(kind: str) -> Config:
-        entry = find_entry(arch, kind, head_dim, itemsize, is_plain, is_full)
+        entry = find_entry(arch, kind, head_dim, itemsize, special)
         if entry is None:
             return _rule_of_thumb(arch, kind, head_dim, itemsize)
         return Config(**table(arch)[entry])

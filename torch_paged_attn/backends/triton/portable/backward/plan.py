@@ -28,7 +28,7 @@ from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.forward import arguments
-from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, traits_of
+from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, Traits, traits_of
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
@@ -82,16 +82,25 @@ def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
     )
 
 
+def _special(call: AttentionCall, traits: Traits) -> str:
+    """What is special about a call, for `choose_backward_config`."""
+    # these need registers, as the options do that are not plain
+    needs_more = call.tail_mask is not None or call.q_position is not None
+    if traits.is_plain and not needs_more:
+        return "/full" if traits.is_full else ""
+    others = call.alibi_slopes is not None, call.layout is not None, call.softcap, call.dropout_p
+    has_mask = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
+    return "/mask" if has_mask and not needs_more and not any(others) else "/extra"
+
+
 class _Kernels:
     def __init__(self, call: BackwardCall, config: BackwardConfig | None) -> None:
         forward = call.forward
         self.call, self.target = call, target_of(forward.q.device)
         self.formats = formats_of(forward, self.target, False)
         self.traits = traits = traits_of(forward, self.target)
-        # q_position and tail_mask need registers, as the options do that are not plain
-        is_plain = traits.is_plain and forward.tail_mask is None and forward.q_position is None
         config = config or choose_backward_config(
-            self.target.arch, traits.head_dim, traits.itemsize, is_plain, traits.is_full
+            self.target.arch, traits.head_dim, traits.itemsize, _special(forward, traits)
         )
         self.config = BackwardConfig(*map(self._within, (config.dkdv, config.dq, config.dbias)))
 
