@@ -32,7 +32,7 @@ class WorkInfo:
     """
 
     words: gl.shared_memory_descriptor
-    # a barrier for each stage; those of the queries where nobody waits for words alone
+    # a barrier for each stage; those of the queries where every reader waits for these
     published: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 

@@ -36,8 +36,8 @@ class Pointers(NamedTuple):
     # (total_q, num_heads, head_dim_v), if it is float32 or merged from pieces by several programs;
     # None where the accelerator stores the result
     out: Any = None
-    # of pieces, where units of keys are dealt out, and of units that were claimed, if IS_NUMBERED:
-    # zeros before and after
+    # of a tile's pieces that are done, where programs share tiles, and of claimed units of work, if
+    # IS_NUMBERED; zeros before and after
     counters: Any = None
 
 
