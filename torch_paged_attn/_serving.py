@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ ALL_UP_TO, PARTS = 16, 8
 FEW, MOST_ROWS = (*range(2, 9), 12, 16, 24, 32, 48, 64), 64
 # keys of the longest sequence: steps of 64 up to the first number, then four to a power of two
 KEYS_IN_STEPS, KEY_STEP = 512, 64
+# where max_seqlen_k says nothing, as many keys are assumed as the geometric mean of this number and
+# of the most that there may be (LEAST_UNSAID in the Triton backend)
+LEAST_UNSAID = 1024
 # pages of the cache of the calls
 PAGES = 64
 
@@ -56,6 +60,19 @@ def key_hints(most: int) -> list[int]:
     return sorted({*steps, *_sizes(most, min(most, KEYS_IN_STEPS), 4)})
 
 
+def hints_in_order(most: int, room: int) -> list[int]:
+    """The same up to `most`, in order of the keys that the longest sequence is assumed to have.
+    `room`: keys that the block table has room for; a hint of as many, rounded up, says nothing.
+    """
+
+    def assumed(hint: int) -> int:
+        step = KEY_STEP if hint <= KEYS_IN_STEPS else 1 << ((hint - 1).bit_length() - 3)
+        said = -(-hint // step) * step
+        return said if said < room or room <= LEAST_UNSAID else math.isqrt(LEAST_UNSAID * room)
+
+    return sorted(key_hints(most), key=assumed)
+
+
 def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
     if not (isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]):
         return False
@@ -68,8 +85,9 @@ class Calls(Sequence[Callable[[], None]]):
     than are made, so each is put together when it is asked for.
 
     Attributes:
-        lines: ranges of neighbours that differ in max_seqlen_k alone, which increases. Along most
-            lines kernels change once or never; where they change often, each call is a line
+        lines: ranges of neighbours that differ in max_seqlen_k alone, in order of the keys that
+            are assumed. Along most lines kernels change once or never; where they change often,
+            each call is a line
     """
 
     def __init__(
@@ -140,11 +158,11 @@ class Serving:
 
     def steps(self) -> Iterator[Step]:
         """Sizes of calls, such that each kernel that a call may take is taken by one of them."""
-        keys = key_hints(self.max_length)
+        keys = hints_in_order(self.max_length, self.max_pages * self.page_size)
         for batch in _sizes(self.max_batch, parts=4):
             for total, longest in self._queries(batch):
                 for most in keys:
-                    if most >= min(longest, keys[-1]):
+                    if most >= longest:
                         yield Step(batch, total, longest, most)
 
     def _queries(self, batch: int) -> Iterator[tuple[int, int]]:

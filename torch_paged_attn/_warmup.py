@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn._serving import key_hints
+from torch_paged_attn._serving import hints_in_order, key_hints
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 from torch_paged_attn.ops.backend import serving_device
@@ -297,4 +297,4 @@ def _lines_of_keys(longest: int) -> Iterator[list[tuple[int, dict[str, int]]]]:
     for hints in said:
         yield [(keys, hints) for keys in key_hints(CONTEXTS[-1])]
         for keys in TABLES:
-            yield [(keys, {**hints, "max_seqlen_k": n}) for n in key_hints(keys)]
+            yield [(keys, {**hints, "max_seqlen_k": n}) for n in hints_in_order(keys, keys)]

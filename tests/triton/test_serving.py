@@ -11,8 +11,11 @@ import torch
 from covering import every_row, left_out
 from cross_compile import elsewhere
 
+from torch_paged_attn import _serving
 from torch_paged_attn._serving import MOST_ROWS, Serving, Step, rows_with_scales
+from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.compile_ahead import sample
+from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
@@ -252,6 +255,12 @@ def test_tensors_of_an_engine_take_the_kernels_of_its_warm_up(kv_dtype, tokens_f
 
 def test_the_hint_on_queries_says_something_for_so_many_rows():
     assert MOST_ROWS == BLOCK_M == MOST_SAID
+
+
+def test_hints_on_keys_are_rounded_and_left_out_as_plans_do():
+    steps = _serving.KEY_STEP, _serving.KEYS_IN_STEPS
+    assert steps == (flash_varlen.REACH_STEP, flash_varlen.REACH_IN_STEPS)
+    assert _serving.LEAST_UNSAID == kernels.LEAST_UNSAID
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 22])

@@ -26,8 +26,6 @@ TABLE = TABLES / "sm90_ways.json"
 
 # bytes of memory that an H200 reads in a microsecond, and multiprocessors that costs are fitted for
 BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
-# bytes of the chip's cache that all tiles read in a microsecond
-CACHE_BANDWIDTH = 5.5e6
 # keys per tile that the costs of Hopper's kernel refer to, whatever its tile really is
 HOPPER_KEYS = 128
 # how much less a further part costs where several programs add up parts, some columns each
@@ -122,12 +120,13 @@ class Costs(NamedTuple):
 class Division(NamedTuple):
     """How a batch is divided among programs."""
 
-    units: float  # tiles of keys of the program that has the most
+    # tiles of keys of a program, of each kind of sequences of a guess
+    shares: tuple[float, ...]
+    uneven: float  # how many more the program has that has the most
     parts: float  # programs that share the longest tile of queries, but the first
     rows: float  # of a part, in units of `Costs.part`
     tiles: float  # tiles of queries of a program
     load: float = 0.0  # programs, of those that run at a time
-    reads: float = 0.0  # keys of all tiles of queries, where these are many
 
 
 @functools.cache
@@ -225,15 +224,17 @@ def estimate(
         unit *= 1.0 + costs.odd * (rows != shape.rows) + costs.tall * (rows > 8)
         division = _divide_few(way, shape, guess[0])
     unit *= 1.0 + costs.load * division.load
-    keys = sum(x.sequences * _seen(x.mean, x.queries, shape) for x in guess)
-    memory = max(keys * shape.num_kv_heads / bandwidth, division.reads / CACHE_BANDWIDTH)
-    memory *= costs.memory * shape.key_bytes
+    # decodes wait for memory and chunks for products, one after the other
+    work = division.uneven * unit
+    for x, share in zip(guess, division.shares, strict=True):
+        keys = x.sequences * _seen(x.mean, x.queries, shape) * shape.num_kv_heads
+        work += max(share * unit, keys * costs.memory * shape.key_bytes / bandwidth)
     merging = costs.first_part * min(division.parts, 1.0)
     merging += costs.part * division.parts * division.rows
     beginning = costs.start + costs.per_doubling * math.log2(1 + shape.batch)
     beginning += costs.tile * division.tiles
     beginning += costs.window * (shape.window >= 0 and shape.is_few)
-    return beginning + max(division.units * unit, memory) + merging
+    return beginning + work + merging
 
 
 def _estimate_unpacked(
@@ -252,7 +253,8 @@ def _estimate_unpacked(
     if not many:
         return time
     division = _divide_tiles("cut", tile, shape, many)
-    time += costs.tile * division.tiles + costs.unit * division.units
+    time += costs.tile * division.tiles
+    time += costs.unit * (sum(division.shares) + division.uneven)
     merging = costs.first_part * min(division.parts, 1.0)
     return time + merging + costs.part * division.parts * division.rows
 
@@ -265,7 +267,8 @@ def _seen(keys: float, queries: float, shape: Shape) -> float:
 def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]) -> Division:
     """Sequences of many queries: tiles of queries, of which later ones see more keys. Where
     keys are divided in equal shares, each tile counts with the keys of its sequence's last one."""
-    count = units = longest = 0.0
+    count = longest = 0.0
+    units = []
     slots = MULTIPROCESSORS * tile.resident
     for x in guess:
         tokens = min(tile.tokens, x.queries)
@@ -276,18 +279,20 @@ def _divide_tiles(way: str, tile: Tile, shape: Shape, guess: tuple[Lengths, ...]
         most = math.ceil(_seen(x.longest, tokens, shape) / tile.keys)
         each = most if tiles == 1 and x.sequences == 1 else max(seen / tile.keys + 0.5, 1.0)
         count += x.sequences * tiles * tile.heads
-        units += x.sequences * tiles * tile.heads * each
+        units.append(x.sequences * tiles * tile.heads * each)
         longest = max(longest, most)
-    rounds, share, load = max(count / slots, 1.0), units / slots, min(count / slots, 1.0)
+    rounds, load = max(count / slots, 1.0), min(count / slots, 1.0)
+    share = sum(units) / slots
     parts, piece = 0.0, max(longest, share)
     if way.startswith(("numbered", "listed")):
         # whole tiles are claimed: who has a long one has fewer
         rounds = math.ceil(rounds)
-        piece = max(longest, rounds * units / count)
+        piece = max(longest, rounds * sum(units) / count)
     elif way.startswith(("cut", "dealt")):
         piece = max(share, min(LEAST_PIECE, longest))
         parts = min(max(longest / piece - 1, 0.0), MULTIPROCESSORS)
-    return Division(piece, parts, tile.rows / 32, rounds, load, units * tile.keys)
+    shares = tuple(x / slots for x in units)
+    return Division(shares, piece - share, parts, tile.rows / 32, rounds, load)
 
 
 def _divide_few(way: str, shape: Shape, lengths: Lengths) -> Division:
@@ -337,7 +342,7 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
     if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS.value:
         rows /= SHARED_GAIN
     busy = math.ceil(total / piece) * shape.num_kv_heads
-    return Division(min(piece, total), parts, rows / 8, tiles - 1, busy / slots)
+    return Division((min(piece, total),), 0.0, parts, rows / 8, tiles - 1, busy / slots)
 
 
 def _number(tiles: int, lengths: Lengths) -> Division:
@@ -347,7 +352,7 @@ def _number(tiles: int, lengths: Lengths) -> Division:
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
     longest += max(of_program - 1, 0.0) / 2 * mean
     rounds = math.ceil(of_program)
-    return Division(max(longest, rounds * mean), 0.0, 0.0, rounds)
+    return Division((max(longest, rounds * mean),), 0.0, 0.0, 0.0, rounds)
 
 
 def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:
@@ -356,4 +361,4 @@ def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:
     share = max(tiles * mean / MULTIPROCESSORS, min(LEAST_PIECE, longest))
     parts = min(max(longest / share - 1, 0.0), MULTIPROCESSORS)
     rows = min(shape.queries * shape.group_size, 64) / 32
-    return Division(share, parts, rows, max(tiles / MULTIPROCESSORS, 1.0))
+    return Division((share,), 0.0, parts, rows, max(tiles / MULTIPROCESSORS, 1.0))
