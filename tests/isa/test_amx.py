@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import truths
 from hypothesis import HealthCheck, given, settings
 from same_bits import assert_same_bits
 
@@ -59,9 +60,8 @@ def build_program(folder):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_agrees_with_the_reference(name, program, tmp_path):
-    call = build(PROBLEMS[name])
-    out, lse = run_call.attend(call, [program], tmp_path)
-    assert_accurate(out, lse, call.truth())
+    out, lse = run_call.attend(build(PROBLEMS[name]), [program], tmp_path)
+    assert_accurate(out, lse, truths.of(PROBLEMS[name]))
 
 
 @pytest.mark.parametrize("name", [n for n, p in DIFFERENTIABLE.items() if p.dtype in TILED])
