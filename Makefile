@@ -68,11 +68,15 @@ AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
 # Lint beside what takes a minute or less; then the whole suite on the best instruction set of this
 # machine (tests/backends is named, so that it says at the end what did not run). Triton's interpreter
-# is on for a whole process or off. Of the devices' own tests it runs a sample.
+# is on for a whole process or off. Of the devices' own tests it runs a sample. What results are judged
+# by is computed once for all processes.
+test: export PAGED_ATTN_TRUTHS := $(CURDIR)/build/truths
 test: install
+	rm -rf $(PAGED_ATTN_TRUTHS)
 	$(MAKE) $(AT_ONCE) lint test-briefly
 	$(PYTEST) --sample tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	OMP_NUM_THREADS=1 $(PYTEST) --sample tests/triton tests/backends --backend triton-interpreter
+	rm -rf $(PAGED_ATTN_TRUTHS)
 	@tools/changed_devices.sh here
 
 # What takes a minute or less, in one process each, of one thread but in tests of threads: several would

@@ -124,9 +124,9 @@ def runner(request):
 @pytest.fixture(autouse=True)
 def poison_allocations():
     """`torch.empty` hands out NaN: a kernel that leaves an element unwritten is found."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def pytest_terminal_summary(terminalreporter, config):

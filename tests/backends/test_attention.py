@@ -4,11 +4,11 @@ Memory that no query may see is hostile in their inputs: `testing/inputs.py`.
 """
 
 import dataclasses
-import functools
 import re
 
 import pytest
 import torch
+import truths
 from gaps import all_with_gaps, shorter
 from same_bits import assert_same_bits
 from sampling import ALL
@@ -39,18 +39,13 @@ WITH_GAPS = (
 )
 
 
-@functools.cache
-def truth(name, cuts_off):
-    return build(ALL[name]).truth(cuts_off)
-
-
 @over(lambda p: True)
 def test_agrees(case, runner):
     out, lse = runner.attend(build(case))
     assert out.dtype == (case.out_dtype or case.dtype)
     assert lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous()
-    assert_accurate(out, lse, truth(case.name, runner.cuts_off))
+    assert_accurate(out, lse, truths.of(case, runner.cuts_off))
 
 
 @over(lambda p: True)
@@ -62,7 +57,7 @@ def test_same_bits(case, runner):
     for q, k in ((0, 0), (2**31 + 5, 2**40)):
         hinted = runner.attend(call, max_seqlen_q=q, max_seqlen_k=k)
         if runner.heeds_hints:
-            assert_accurate(*hinted, truth(case.name, runner.cuts_off))
+            assert_accurate(*hinted, truths.of(case, runner.cuts_off))
         else:
             assert_same_bits(first, hinted)
 
@@ -84,7 +79,7 @@ def test_alone(case, runner):
                 runner.attend(call)
             return
         out, lse = runner.attend(call)
-        assert_accurate(out, lse, truth(case.name, runner.cuts_off))
+        assert_accurate(out, lse, truths.of(case, runner.cuts_off))
         bounds = call.args["cu_seqlens_q"].tolist()
         for b in range(len(case.seqs)):
             rows = slice(bounds[b], bounds[b + 1])

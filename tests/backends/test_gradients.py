@@ -5,16 +5,15 @@ backend that has no gradients of a problem says so, and refuses the forward that
 """
 
 import dataclasses
-import functools
 import re
 
 import pytest
 import torch
+import truths
 from gaps import all_with_gaps, shorter
 from same_bits import assert_same_bits
 from sampling import ALL_DIFFERENTIABLE, no_gradients
 
-from torch_paged_attn import reference
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.testing import (
     Call,
@@ -45,13 +44,6 @@ few = over(lambda p: p.name in FEW)
 one = over(lambda p: p.name == "training/everything/f32")
 
 
-@functools.cache
-def truth(name):
-    call = build(ALL_DIFFERENTIABLE[name])
-    out, lse = getattr(reference, call.op)(**call.args)
-    return call.gradients(*hostile_gradients(call, out, lse))
-
-
 def forward(case, runner):
     """A call, and what its backward takes."""
     call = build(case)
@@ -65,7 +57,7 @@ def test_gradients_agree(case, runner):
     call, *given = forward(case, runner)
     found = runner.gradients(call, *given)
     assert all(x.is_contiguous() for x in found)
-    assert_accurate_gradients(found, truth(case.name))
+    assert_accurate_gradients(found, truths.of_gradients(case))
 
 
 @few
@@ -86,7 +78,7 @@ def test_gradients_at_any_order(case, runner, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     call, *given = forward(case, runner)
     found = runner.gradients(call, *given, deterministic=False)
-    assert_accurate_gradients(found, truth(case.name))
+    assert_accurate_gradients(found, truths.of_gradients(case))
 
 
 @over(lambda p: p.dropout_p == 0.0 and p.name in FEW)

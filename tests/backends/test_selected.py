@@ -4,16 +4,15 @@ What no list names is NaN in no problem of its own: `test_selected_unseen_memory
 """
 
 import dataclasses
-import functools
 
 import pytest
 import torch
+import truths
 from gaps import all_with_gaps
 from same_bits import assert_same_bits
 from sampling import lacked
 from unselected import unselected
 
-from torch_paged_attn import reference
 from torch_paged_attn.testing import (
     SELECTED,
     SELECTED_DIFFERENTIABLE,
@@ -32,17 +31,12 @@ def over(keep):
     return pytest.mark.over({name: p for name, p in SELECTED.items() if keep(p)})
 
 
-@functools.cache
-def truth(name):
-    return build((SELECTED | SELECTED_DIFFERENTIABLE)[name]).truth()
-
-
 @over(lambda p: True)
 def test_selected_agrees(case, runner):
     out, lse = runner.attend(build(case))
     assert out.dtype == (case.out_dtype or case.dtype) and lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous()
-    assert_accurate(out, lse, truth(case.name))
+    assert_accurate(out, lse, truths.of(case))
 
 
 @pytest.mark.lacking(SELECTED)
@@ -78,7 +72,7 @@ def test_selected_alone(case, runner):
     call = build(case)
     with runner.batch_invariant():
         out, lse = runner.attend(call)
-        assert_accurate(out, lse, truth(case.name))
+        assert_accurate(out, lse, truths.of(case))
         bounds = call.args["cu_seqlens_q"].tolist()
         for b in range(len(case.seqs)):
             rows = slice(bounds[b], bounds[b + 1])
@@ -111,7 +105,7 @@ def test_selected_order_of_a_list(case, runner):
     """It changes rounding alone."""
     call = build(case)
     flipped = call.args["key_indices"].flip(-1)
-    assert_accurate(*runner.attend(call, key_indices=flipped), truth(case.name))
+    assert_accurate(*runner.attend(call, key_indices=flipped), truths.of(case))
 
 
 @over(lambda p: p.name == "selected/nothing/f32")
@@ -127,13 +121,6 @@ def over_training(keep=lambda p: True):
     return pytest.mark.over({n: p for n, p in SELECTED_DIFFERENTIABLE.items() if keep(p)})
 
 
-@functools.cache
-def gradients_truth(name):
-    call = build(SELECTED_DIFFERENTIABLE[name])
-    out, lse = reference.selected_attention(**call.args)
-    return call.gradients(*hostile_gradients(call, out, lse))
-
-
 @pytest.mark.gradients
 @over_training()
 def test_selected_gradients_agree(case, runner):
@@ -142,7 +129,7 @@ def test_selected_gradients_agree(case, runner):
     given = *hostile_gradients(call, out, lse), out, lse
     found = runner.gradients(call, *given)
     assert all(x.is_contiguous() for x in found)
-    assert_accurate_gradients(found, gradients_truth(case.name))
+    assert_accurate_gradients(found, truths.of_gradients(case))
     assert_same_bits(found, runner.gradients(call, *given))
 
 
@@ -159,7 +146,7 @@ def test_selected_gradients_asked_for(case, runner):
         found = runner.gradients(call, *given, output_mask=mask)
         alone.append(found[i])
         assert all(x.shape == (0,) for x in (*found[:i], *found[i + 1 :]))
-    assert_accurate_gradients(alone, gradients_truth(case.name))
+    assert_accurate_gradients(alone, truths.of_gradients(case))
 
 
 @pytest.mark.gradients

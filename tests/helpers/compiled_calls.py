@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from dispatched import dispatched
+from undrawn import build_undrawn
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import Triton
@@ -23,7 +24,6 @@ from torch_paged_attn.testing import (
     Layout,
     Problem,
     Selected,
-    build,
 )
 from torch_paged_attn.testing.training_problems import DIFFERENTIABLE
 
@@ -296,7 +296,7 @@ BACKWARD = {
 def attention(problem: Problem) -> Callable[[], None]:
     from torch_paged_attn.backends.triton import BACKEND
 
-    call = build(problem)
+    call = build_undrawn(problem)
     said = {"max_seqlen_k": SAID[problem.name]} if problem.name in SAID else {}
     args, options = dispatched(call.op, call.args | said)
     return functools.partial(BACKEND.function(call.op), *args, **options)
@@ -306,7 +306,7 @@ def _backward(problem: Problem) -> Callable[[], None]:
     """The backward of a problem's call, whose values do not matter."""
     from torch_paged_attn.backends.triton import BACKEND
 
-    call = build(problem)
+    call = build_undrawn(problem)
     args, options = dispatched(call.op, call.args)
     forward = getattr(AttentionCall, call.op)(*args, **options)
     out, lse = forward.new_results()

@@ -5,6 +5,7 @@ neither: a process takes the environment that its tests have set before it impor
 """
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
 from multiprocessing import forkserver
@@ -17,6 +18,9 @@ def _begin(environment: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # compilers make objects without end, of which few are garbage that has to be looked for
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:

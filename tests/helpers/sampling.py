@@ -445,12 +445,18 @@ def no_gradients(runner, problem):
     return runner.unsupported_backward(build(problem))
 
 
+@functools.cache
+def refused(runner, problem):
+    """Why a backend refuses a problem whose arguments it has, or None."""
+    return runner.refused(problem)
+
+
 def lacked(runner, case):
     """The arguments of a problem that a runner refuses, or its op; other cases have none."""
     if hasattr(case, "op") and not runner.has(case.op):
         return {case.op}
     found = getattr(case, "optional", frozenset()) & set(runner.lacks())
-    return found or ({case.op} if hasattr(case, "op") and runner.refused(case) else found)
+    return found or ({case.op} if hasattr(case, "op") and refused(runner, case) else found)
 
 
 # tests of which every problem that there is runs, or has a reason in this field of `Sample`

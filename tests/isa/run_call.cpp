@@ -150,6 +150,7 @@ struct Results {
 
 void attend(Attention a, FILE* file) {
   const Results<Attention> results(a, a.out_dtype);
+  a.out_stride_head = a.head_dim_v, a.out_stride_token = a.num_heads * a.head_dim_v;
   Plan plan;
   make_plan(a, kernels().row_limits(a), 1, plan);
   std::vector<float> partials(plan.partial_floats);

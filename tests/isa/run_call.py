@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torch_paged_attn.testing.inputs import Call
 
-# as in csrc/core/attention.h
+# as in csrc/core/attention.h, whose int4 are two numbers of torch's uint8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-DTYPES += [torch.int8, torch.bool, torch.int32, torch.int64]
+DTYPES += [torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64]
 
 
 class Memory:

@@ -3,15 +3,12 @@ rule. All else that they execute, this processor must have.
 """
 
 import dataclasses
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
+import truths
 from hypothesis import HealthCheck, given, settings
 from same_bits import assert_same_bits
 
@@ -26,15 +23,15 @@ from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import layouts, problems
 
 sys.path.insert(0, str(Path(__file__).parent))
+import build_run_call
 import run_call
+from build_run_call import ROOT
 
-ROOT = Path(__file__).parents[2]
-CXX = shutil.which("g++")
 BFLOAT16 = torch.bfloat16  # what tiles multiply
 TILED = (BFLOAT16, torch.float16)  # what gradients make of it
-FLAGS = ["-g0", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
+VECTORS = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vbmi", "vnni")]
+VECTORS += ["-mavx2", "-mfma", "-mf16c"]
 ONLY_TABLE = """
-#include "engines.h"
 const paged_attn::Kernels& paged_attn::kernels() {
   const Kernels *tiles = &kernels_amx, *vectors = &kernels_avx512bf16;
   static const Kernels& amx = combine(
@@ -44,53 +41,27 @@ const paged_attn::Kernels& paged_attn::kernels() {
 """
 
 pytestmark = pytest.mark.skipif(
-    CXX is None or "avx512bf16" not in torch.ops.paged_attn.cpu_isas(),
+    build_run_call.CXX is None or "avx512bf16" not in torch.ops.paged_attn.cpu_isas(),
     reason="needs g++ and AVX-512-BF16",
 )
 
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
-    """Built once, by whichever process of the suite asks first: 23 seconds."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    program = folder / "amx" / "run_call"
-    with FileLock(folder / "amx.lock"):
-        if not program.exists():
-            build_program(program)
-    return str(program)
+    return build_run_call.built_once(tmp_path_factory, "amx", build_program)
 
 
-def build_program(program):
-    folder = program.parent
-    folder.mkdir(exist_ok=True)
-    (folder / "kernels.cpp").write_text(ONLY_TABLE)
-    vectors = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vbmi", "vnni")]
-    vectors += ["-mavx2", "-mfma", "-mf16c"]
-    tiles = ["-include", str(ROOT / "tests/isa/software_amx.h")]
-    objects = []
-    for source, flags in (
-        # the others are compiled in half the time without optimisation, and run little here
-        ("csrc/isa/amx.cpp", ["-O1", *vectors, *tiles]),
-        ("csrc/isa/avx512bf16.cpp", vectors),
-        ("csrc/core/schedule.cpp", []),
-        ("csrc/core/backward_plan.cpp", []),
-        ("csrc/engines.cpp", []),
-        ("tests/isa/run_call.cpp", []),
-        (folder / "kernels.cpp", []),
-    ):
-        objects.append(str(folder / f"{len(objects)}.o"))
-        command = [CXX, *FLAGS, *flags, "-c", str(ROOT / source), "-o", objects[-1]]
-        subprocess.run(command, check=True)
-    subprocess.run([CXX, *objects, "-o", str(program)], check=True)
+def build_program(folder):
+    tiles = ["-O1", *VECTORS, "-include", str(ROOT / "tests/isa/software_amx.h")]
+    objects = [build_run_call.compile_isa("amx", folder, tiles)]
+    objects.append(build_run_call.compiled("avx512bf16", folder, VECTORS))
+    build_run_call.link(folder, ONLY_TABLE, objects)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_agrees_with_the_reference(name, program, tmp_path):
-    call = build(PROBLEMS[name])
-    out, lse = run_call.attend(call, [program], tmp_path)
-    assert_accurate(out, lse, call.truth())
+    out, lse = run_call.attend(build(PROBLEMS[name]), [program], tmp_path)
+    assert_accurate(out, lse, truths.of(PROBLEMS[name]))
 
 
 @pytest.mark.parametrize("name", [n for n, p in DIFFERENTIABLE.items() if p.dtype in TILED])

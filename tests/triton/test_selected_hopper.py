@@ -198,7 +198,7 @@ def _leave_parts(call, groups, units, options):
 def test_parts_are_added_up(groups, device):
     problem = dataclasses.replace(SHAPES[1], num_heads=70, seqs=((5, 600),), sinks=True)
     problem = dataclasses.replace(problem, selected=Selected(384, holes=0.1))
-    call = hopper_call(problem)
+    call = hopper_call(problem, "cpu")
     options, units = selected.options_of(call), 3
     parts, out, lse = (x.to(device) for x in _leave_parts(call, groups, units, options))
     given = {"lse": lse, "parts": parts, "cu_seqlens_q": call.cu_seqlens_q.to(device)}

@@ -159,7 +159,7 @@ def test_parts_are_added_up(name, device):
     out, lse = call.new_results()
     entries = call.selection.key_indices.shape[2]
     of_row = call.num_kv_heads * entries
-    parts = _parts(hopper_call(problem), _new_lists(problem, slice(0, call.total_q), device))
+    parts = _parts(hopper_call(problem, "cpu"), _new_lists(problem, slice(0, call.total_q), device))
     for rows in (slice(0, 5), slice(5, call.total_q)):
         lists, count = _new_lists(problem, rows, device), rows.stop - rows.start
         _combine_units_kernel[(count, call.num_kv_heads)](
