@@ -19,6 +19,9 @@ USES = "serving", "generate", "training"
 # queries of a sequence, beside one: draft tokens, and prompts
 QUERIES = (1, 2, 4, 16, 64, 100, 300, 512, 1100, 2048, 4096, 8192)
 
+# pairs of a mask that calls are made with: larger ones take the same kernels
+MOST_PAIRS = 1 << 30
+
 Call = Callable[[], Any]
 # a description, and the function that makes the calls on a device
 Described = tuple[str, Callable[[torch.device], Any]]
@@ -37,6 +40,10 @@ class Sizes(NamedTuple):
 
 def jobs_of(layer: Layer, use: str, sizes: Sizes) -> Iterator[Described]:
     """The calls of a layer, in parts that are compiled one after the other."""
+    if layer.mask and use == "training":
+        plain = layer._replace(window=-1, lists=None)  # the mask says what they do
+        train = functools.partial(masked_training_calls, plain, sizes)
+        yield f"masked training {plain} {sizes}", train
     if layer.lists is not None:
         if use == "training":
             train = functools.partial(selected_training_calls, layer, sizes)
@@ -50,7 +57,11 @@ def jobs_of(layer: Layer, use: str, sizes: Sizes) -> Iterator[Described]:
     elif layer.lists is not None:
         return  # a layer without lists has the other calls of the model
     elif use == "training":
-        yield f"training {layer} {sizes}", functools.partial(training_calls, layer, sizes)
+        layer = layer._replace(mask="")
+        # Transformers' rows that are no longer than a window are called without it
+        for window in dict.fromkeys((layer.window, -1)):
+            of = layer._replace(window=window)
+            yield f"training {of} {sizes}", functools.partial(training_calls, of, sizes)
     elif layer.head_dim != layer.head_dim_v:  # MLA's prefill
         yield _warmup_of(layer, sizes, None)
     elif use == "serving":
@@ -261,6 +272,41 @@ def training_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Cal
         for deterministic in (True, False)
         if length > 1
     ]
+
+
+def masked_training_calls(layer: Layer, sizes: Sizes, device: torch.device) -> list[Call]:
+    """Forward and backward as Transformers' layers call it under a bool mask of all pairs: rows of
+    one length. A single row may be a view of keys (heads, tokens, head_dim).
+    """
+    new = _New(layer, sizes, device)
+    options = new.options() | {"causal": False, "window_size_left": -1, "window_size_right": -1}
+    heads = layer.num_heads if layer.mask == "heads" else 1
+
+    def train(batch: int, length: int, is_view: bool) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v, bounds = _packed(new, batch, length)
+            if is_view:
+                k = new(layer.num_kv_heads, length, layer.head_dim).transpose(0, 1).requires_grad_()
+            mask = torch.empty(heads, batch * length, length, dtype=torch.bool, device=device)
+            out, _ = flash_varlen(q, k, v, bounds, None, attn_bias=mask, **options)
+            out.backward(torch.empty_like(out))
+
+    return [
+        functools.partial(train, batch, length, is_view)
+        for batch, length in _rows_of_masks(sizes)
+        for is_view in (False, True)[: 1 + (batch == 1)]
+        if heads * batch * length**2 <= MOST_PAIRS
+    ]
+
+
+def _rows_of_masks(sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """Rows and their tokens: of each number of tiles lengths that are multiples of 16, of 4, and
+    odd, as kernels are compiled for what divides the strides of a mask."""
+    for batch in (1 << i for i in range(sizes.max_batch.bit_length())):
+        for longest in (1 << i for i in range(6, sizes.max_length.bit_length())):
+            if batch * longest <= sizes.max_tokens:
+                lengths = longest, longest - 4, longest - 1
+                yield from ((batch, n) for n in lengths if n > longest // 2)
 
 
 def _packed(new: _New, batch: int, length: int) -> tuple[torch.Tensor, ...]:

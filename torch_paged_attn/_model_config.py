@@ -13,6 +13,15 @@ import torch
 NESTED = "text_config", "llm_config", "language_config"
 # models of older configs without `layer_types` whose layers take turns with and without a window
 ALTERNATE = "gemma2", "gemma3", "cohere2", "gpt_oss"
+# Decoders of Transformers, beside those with lists of keys, that train under a bool mask of all
+# pairs of queries and keys: flash-attn cannot serve them; or a prefix, or an image, sees itself
+MASKED = "evolla", "idefics", "mllama_text_model", "qwen4_exp_text", "step3p5"
+OVERLAID = (
+    *("deepseek_ocr2", "diffusion_gemma", "gemma3", "hrm_text", "molmo2", "paligemma"),
+    "unlimited_ocr",
+)
+# those with lists whose masks are numbers, for which nothing is compiled ahead
+ADDED = "deepseek_v4", "hy_v4"
 
 
 class KeyLists(NamedTuple):
@@ -42,6 +51,9 @@ class Layer(NamedTuple):
     # over the latents of MLA, of which the first head_dim_v numbers are the values
     is_latent: bool = False
     lists: KeyLists | None = None
+    # the bool mask of all pairs that Transformers' model trains under: "one" for all heads, or
+    # "heads"; "": none
+    mask: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,10 +90,13 @@ def read_model(path: Path, ranks: int = 1) -> Model:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no config.json: it holds no object")
     dtype = _first(config, "dtype", "torch_dtype")
+    kinds = {str(config.get("model_type"))}
     config = next((config[x] for x in NESTED if isinstance(config.get(x), dict)), config)
+    kinds.add(str(config.get("model_type")))
     dtype = _first(config, "dtype", "torch_dtype") or dtype or "bfloat16"
     try:
-        layers = list(dict.fromkeys(_layers(config, ranks)))
+        is_masked = _is_masked(config, kinds)
+        layers = list(dict.fromkeys(_with_mask(x, is_masked) for x in _layers(config, ranks)))
     except KeyError as error:
         raise ValueError(f"{path}: there is no {error.args[0]}") from None
     length = _first(config, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
@@ -118,12 +133,13 @@ def _layers(config: dict[str, Any], ranks: int) -> Iterator[Layer]:
     shared = 1 if config.get("multi_query") else heads
     if config.get("new_decoder_architecture") or "num_key_value_heads" in config:
         shared = _first(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
-    of_heads = _first(config, "head_dim")
-    head_dim = of_heads or _number(config, "hidden_size", "n_embd") // heads
+    head_dim = _first(config, "head_dim") or _number(config, "hidden_size", "n_embd") // heads
     sinks = config.get("model_type") == "gpt_oss"
     lists = _block_lists(config)
     for kind in _kinds(config):
-        dim, kv_heads, window = head_dim, shared, -1
+        own = _overrides(config, kind)
+        dim, kv_heads = own.get("head_dim", head_dim), own.get("num_key_value_heads", shared)
+        window = -1
         if kind == "full_attention":
             # Gemma 4
             dim = config.get("global_head_dim") or dim
@@ -147,6 +163,30 @@ def _layers(config: dict[str, Any], ranks: int) -> Iterator[Layer]:
             yield Layer(heads_here, max(kv_heads // ranks, 1), dim, dim, scale, lists=lists)
 
 
+def _is_masked(config: dict[str, Any], kinds: set[str]) -> bool:
+    """Whether the model trains under a bool mask of all pairs, by the types of the config and of
+    the language model's: always, or for some of its batches."""
+    if not kinds.isdisjoint(ADDED):
+        return False
+    if not kinds.isdisjoint((*MASKED, *OVERLAID)) or config.get("index_topk"):
+        return True
+    if _block_lists(config) is not None:
+        return True
+    if not any(kind.startswith("gemma4") for kind in kinds):
+        return False
+    # layers that share keys cut queries off their masks; images see themselves
+    is_cut = bool(config.get("num_kv_shared_layers"))
+    return is_cut or config.get("use_bidirectional_attention") == "vision"
+
+
+def _with_mask(layer: Layer, is_masked: bool) -> Layer:
+    """The layer with the mask that it has in a model that trains under some."""
+    if not is_masked or layer.is_latent:
+        return layer
+    has_own = layer.lists is not None and layer.num_kv_heads > 1
+    return layer._replace(mask="heads" if has_own else "one")
+
+
 def _block_lists(config: dict[str, Any]) -> KeyLists | None:
     """MiniMax M3's lists of blocks of keys, by the names of its checkpoint or of Transformers."""
     more = config | (config.get("sparse_attention_config") or {})
@@ -156,6 +196,15 @@ def _block_lists(config: dict[str, Any]) -> KeyLists | None:
         _number(more, "sparse_topk_blocks", "index_topk_blocks"),
         _number(more, "sparse_block_size", "index_block_size"),
     )
+
+
+def _overrides(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What Transformers writes of the layers of a kind that differs from the rest of the config."""
+    types, is_sliding = config.get("layer_types") or [], kind == "sliding_attention"
+    for i, own in (config.get("per_layer_config") or {}).items():
+        if int(i) < len(types) and (types[int(i)] == "sliding_attention") == is_sliding:
+            return own
+    return {}
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:

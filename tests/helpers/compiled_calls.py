@@ -38,6 +38,8 @@ PREFILL = ((200, 72), (130, 0))
 DECODE = ((1, 500), (1, 90))
 SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
 LONG = ((1, 5000), *[(1, 9)] * 5)
+# under a bool mask, programs enough that each has whole tiles, for which a map is made
+MASKED = ((300, 0),) * 4
 # several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
 GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
@@ -89,6 +91,8 @@ MORE = {
         Problem("d128/decode_short_pages/kv_int8", DECODE, 8, 2, 128, page_size=17, **OF_INT8),
         Problem("d128/prefill_full/bf16", PREFILL, 8, 2, 128, dtype=bf16, causal=False),
         Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
+        Problem("d128/prefill_mask/bf16", MASKED, 64, 8, 128, dtype=bf16, bias="bool"),
+        Problem("d192/prefill_mask/bf16", MASKED, 64, 64, 192, 128, dtype=bf16, bias="bool"),
         Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),
         Problem("d128/prefill_dropout/bf16", PREFILL, 8, 2, 128, dtype=bf16, dropout_p=0.1),
         Problem(

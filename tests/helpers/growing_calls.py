@@ -10,7 +10,13 @@ import growing_engines
 import growing_selected
 import torch
 from growing_tensors import BATCH, DIM, HEADS, KV_HEADS, New, Step
-from growing_training import blocksparse_training, dense_training, merge_training, training
+from growing_training import (
+    blocksparse_training,
+    dense_training,
+    masked_training,
+    merge_training,
+    training,
+)
 
 import torch_paged_attn as tpa
 from torch_paged_attn.integrations import torch_attention, torch_sdpa
@@ -363,6 +369,7 @@ LOOPS: dict[str, Callable[[New], Step]] = {
     "flash_varlen/packed_unsaid": packed_unsaid,
     "flash_varlen/training": training,
     "flash_varlen/training_dense": lambda new: training(new, is_dense=True),
+    "flash_varlen/training_masked": masked_training,
     "flash_attn_varlen_func": packed,
     "varlen_attn": varlen_attn,
     "sdpa/prefill": lambda new: sdpa(new, is_decode=False),

@@ -22,6 +22,20 @@ def training(new: New, is_dense: bool = False, **options: Any) -> Step:
     return step
 
 
+def masked_training(new: New) -> Step:
+    """A row under a mask of all pairs, as Transformers' DeepSeek V3.2 has it."""
+
+    def step(i: int) -> Any:
+        tokens = 300 + 37 * i
+        q, k, v = (x.requires_grad_() for x in new.qkv(tokens))
+        mask = new(1, tokens, tokens, dtype=torch.bool)
+        bounds = new.bounds([tokens])
+        out, _ = tpa.flash_varlen(q, k, v, cu_seqlens_q=bounds, attn_bias=mask)
+        out.backward(torch.empty_like(out))
+
+    return step
+
+
 def dense_training(new: New) -> Step:
     def step(i: int) -> Any:
         tensors = [x.requires_grad_() for x in new.qkv(2, 100 + 37 * i)]

@@ -89,19 +89,43 @@ def written(folder, config):
         (
             DEEPSEEK | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
             [
-                Layer(128, 128, 192, 128, 192**-0.5),
+                Layer(128, 128, 192, 128, 192**-0.5, mask="one"),
                 Layer(128, 1, 576, 512, 192**-0.5, is_latent=True, lists=DSA),
             ],
         ),
         (
             LLAMA | {"sparse_attention_config": M3},
-            [LAYER, LAYER._replace(lists=KeyLists(16, 128))],
+            [
+                LAYER._replace(mask="one"),
+                LAYER._replace(lists=KeyLists(16, 128), mask="heads"),
+            ],
+        ),
+        # images see themselves; masks of numbers are not compiled ahead
+        ({"model_type": "gemma3", "text_config": LLAMA}, [LAYER._replace(mask="one")]),
+        (
+            DEEPSEEK
+            | {"model_type": "hy_v4", "index_topk": 2048, "index_n_heads": 64}
+            | {"index_head_dim": 128},
+            [
+                Layer(128, 128, 192, 128, 192**-0.5),
+                Layer(128, 1, 576, 512, 192**-0.5, is_latent=True, lists=DSA),
+            ],
         ),
         (
             {**FALCON, "hidden_size": 4544},
             [Layer(71, 1, 64, 64, 0.125, has_slopes=True)],
         ),
         (GEMMA4, [Layer(64, 4, 512, 512, 1.0), Layer(64, 8, 256, 256, 1.0, 127)]),
+        # as Transformers writes it, and with layers that share keys
+        (
+            {x: y for x, y in GEMMA4.items() if "global" not in x}
+            | {"per_layer_config": {"1": {"head_dim": 512, "num_key_value_heads": 4}}}
+            | {"num_kv_shared_layers": 2},
+            [
+                Layer(64, 4, 512, 512, 1.0, mask="one"),
+                Layer(64, 8, 256, 256, 1.0, 127, mask="one"),
+            ],
+        ),
     ],
 )
 def test_layers(config, layers, tmp_path):
@@ -196,6 +220,15 @@ def test_each_use_has_jobs_of_its_own():
         assert len(names) == count and names[0].startswith("selected ")
         training = [name for name, _ in jobs_of(with_lists, "training", sizes)]
         assert len(training) == 1 and training[0].startswith("selected training ")
+    # under a mask, and of rows that are shorter than a window
+    for more, count in (
+        ({"mask": "one"}, 2),
+        ({"window": 9}, 2),
+        ({"mask": "one", "window": 9}, 3),
+    ):
+        names = [name for name, _ in jobs_of(layer._replace(**more), "training", sizes)]
+        assert len(names) == count
+    assert names[0].startswith("masked training ")
     # a use of latents has the same calls whatever it is for, and no training
     of = {use: [name for name, _ in jobs_of(latent, use, sizes)] for use in _compile.USES}
     assert of["serving"] == of["generate"] != [] == of["training"]

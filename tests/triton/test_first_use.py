@@ -32,10 +32,17 @@ MORE = {
     # two of the backward or, of long sequences whose gradients are added in any order, one and the
     # rounding of its sums
     ("sm90", "flash_attn_func/training"): 9,
+    # A forward and two of the backward, each for rows of a mask that are multiples of 16, which are
+    # read in wide pieces, and for others; statistics, and a map of the mask
+    **dict.fromkeys([(arch, "flash_varlen/training_masked") for arch in ARCHES], 8),
 }
 # numbers of groups that kernels are compiled for: work that a program takes at least, of two
 # tunings; whether rows of a mask are multiples of 16, which are read in wide pieces
-BIAS = [f"_attention_fwd_kernel: strides.bias_{x}" for x in ("head", "token", "width")]
+BIAS = [
+    f"_attention_{kernel}_kernel: strides.bias_{x}"
+    for kernel in ("fwd", "dkdv", "dq")
+    for x in ("head", "token", "width")
+]
 CHOSEN = {"_attention_fwd_kernel: scalars.min_units", *BIAS}
 
 

@@ -39,6 +39,7 @@ from torch_paged_attn.backends.triton.portable.common.products import (
     add_chunk_products,
     chunk_scores,
 )
+from torch_paged_attn.backends.triton.portable.common.seen_tiles import queries_of_tile
 
 
 @triton.jit
@@ -271,6 +272,10 @@ def add_sequence(
             )
             i_start = first_entry * PER_BLOCK
             i_stop = stop_entry * PER_BLOCK
+        if pointers.seen_tiles is not None:
+            i_start, i_stop = queries_of_tile(
+                i_start, i_stop, keys.span, queries, head, pointers, strides, sizes, OPTIONS
+            )
         # phases: 0 from the causal edge, 1 tiles that see all keys, 2 up to a window's left edge
         i_full, i_tail = whole_tiles(
             i_start, i_stop, queries.full_start, queries.full_stop, BLOCK_M, FIRST_PHASE, LAST_PHASE

@@ -1,5 +1,6 @@
 """The host's side of the portable backward: it plans a checked call and launches its kernels.
 
+    seen tiles      of a bool mask                          `seen_tiles.py`
     statistics      lse and D of each row                   `backward_preprocess.py`
     dK, dV          a tile of keys, in a loop over queries  `dkdv.py`
     dQ              a tile of queries, in a loop over keys; and the
@@ -27,6 +28,7 @@ from torch_paged_attn.backends.triton.portable.backward.dkdv import _attention_d
 from torch_paged_attn.backends.triton.portable.backward.dq import _attention_dq_kernel
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
 from torch_paged_attn.backends.triton.portable.common.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.common.seen_tiles import has_map, plan_map
 from torch_paged_attn.backends.triton.portable.forward import arguments
 from torch_paged_attn.backends.triton.portable.forward.tiles import Tiles, Traits, traits_of
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
@@ -194,6 +196,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     lists_of = None
     if layout is not None and dkdv is not None:
         lists_of = TransposedLists(layout, _position_bound(forward))
+    map_of = plan_map(forward) if has_map(forward) else None
     statistics_of = plan_statistics(call, natural=is_natural, lists=lists_of)
     new_results = [Allocation.like(x) for x in results]
     # a kernel also writes results that are not wanted, to spare memory
@@ -209,6 +212,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
         listed = None
         if lists_of is not None:
             listed = lists_of.new(given["crow_indices"], given["col_indices"])
+        seen = None if map_of is None else map_of(given["attn_bias"], given["cu_seqlens_q"])
         statistics, sink_parts, _ = statistics_of(
             *(given[name] for name in ("dout", "dlse", "out", "softmax_lse", "sinks")),
             given["cu_seqlens_q"],
@@ -223,13 +227,15 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
                 lists = listed.rows, listed.starts, listed.counts
             dk = made[1] if wants_dk else spare[1]()
             dv = made[2] if wants_dv else spare[2]()
-            dkdv(gather(given, statistics=statistics, dk=dk, dv=dv, lists=lists))
+            of_keys = {"dk": dk, "dv": dv, "lists": lists}
+            dkdv(gather(given, statistics=statistics, seen_tiles=seen, **of_keys))
         if dq is not None:
             of_heads = made[3] if has_dbias else None
             if of_heads is not None and is_zeroed:
                 of_heads.zero_()
             first = made[0] if wants_dq else spare[0]()
-            dq(gather(given, statistics=statistics, dq=first, dbias=of_heads))
+            of_queries = {"dq": first, "dbias": of_heads}
+            dq(gather(given, statistics=statistics, seen_tiles=seen, **of_queries))
         if dbias is not None:
             dbias(gather(given, statistics=statistics, dbias=made[3]))
         return tuple(made)

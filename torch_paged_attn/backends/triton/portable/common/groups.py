@@ -36,6 +36,7 @@ class Pointers(NamedTuple):
     tail_mask: Any
     k_start: Any
     q_position: Any
+    seen_tiles: Any  # of a bool mask, see `seen_tiles.py`; None: all of its tiles are visited
 
 
 # the kernels' name of a pointer -> the name in the list of arguments, if it is different

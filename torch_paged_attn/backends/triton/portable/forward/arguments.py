@@ -87,11 +87,13 @@ def pointers(
     target: Target,
     results: tuple[Tensor, Tensor],
     workspace: tuple[Tensor | None, Tensor | None],
+    seen_tiles: Tensor | None,
 ) -> groups.Pointers:
     """The pointers of a call.
 
     results: out and softmax_lse
     workspace: partial results and counters, if tiles are shared by programs
+    seen_tiles: the map of a mask, if there is one
     """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
@@ -127,6 +129,7 @@ def pointers(
         tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
         k_start=call.k_start,
         q_position=call.q_position,
+        seen_tiles=seen_tiles,
     )
 
 

@@ -27,7 +27,7 @@ def _graph_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, counters_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, seqused_k_ptr, block_table_ptr, crow_ptr, col_ptr, bias_ptr, alibi_ptr,
     sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr, rng_ptr, q_latent_ptr,
-    tail_mask_ptr, k_start_ptr, q_position_ptr,
+    tail_mask_ptr, k_start_ptr, q_position_ptr, seen_tiles_ptr,
     scale, factor, softcap, dropout_scale,
     STRIDES: tl.constexpr, SIZES: tl.constexpr, SCALARS: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -36,12 +36,12 @@ def _graph_attention_fwd_kernel(
     pointers = named(
         "q k v out lse parts counters cu_seqlens_q cu_seqlens_k seqused_k block_table crow col bias"
         " alibi sinks q_descale k_descale v_descale out_scale rng q_latent tail_mask k_start"
-        " q_position"
+        " q_position seen_tiles"
     )(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, counters_ptr, cu_seqlens_q_ptr,
         cu_seqlens_k_ptr, seqused_k_ptr, block_table_ptr, crow_ptr, col_ptr, bias_ptr, alibi_ptr,
         sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr, rng_ptr,
-        q_latent_ptr, tail_mask_ptr, k_start_ptr, q_position_ptr,
+        q_latent_ptr, tail_mask_ptr, k_start_ptr, q_position_ptr, seen_tiles_ptr,
     )  # fmt: skip
     # Inductor passes Python floats as float64
     if softcap is not None:

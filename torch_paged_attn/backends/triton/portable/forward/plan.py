@@ -15,6 +15,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.common.seqlen_info import key_bound, num_tiles
 from torch_paged_attn.backends.triton.portable.common import groups
 from torch_paged_attn.backends.triton.portable.common.formats import formats_of
+from torch_paged_attn.backends.triton.portable.common.seen_tiles import has_map, plan_map
 from torch_paged_attn.backends.triton.portable.forward import arguments
 from torch_paged_attn.backends.triton.portable.forward.graph_kernel import (
     _graph_attention_fwd_kernel,
@@ -107,17 +108,20 @@ class Kind:
         """The plan for a call of this kind that is given where the results go, and what launches
         with these tiles share. `skips`: see `plan_few`.
         """
-        kind, launch, scratch = self._launch(call, tiles, skips)
+        map_of = _plan_map_of(call) if has_map(call) and not skips else None
+        kind, launch, scratch = self._launch(call, tiles, skips, map_of is not None)
         sizes, pick = arguments.sizes(call), kind.pick
 
         def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
             held = None if scratch is None else scratch()
+            seen = None if map_of is None else map_of(tensors)
             if launch.is_ready:
                 shared = (None, None) if held is None else held.addresses
-                launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))
+                made = *shared, None if seen is None else seen.data_ptr()
+                launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *made, None)))
                 return
             memory = (None, None) if held is None else (held.parts, held.counters)
-            pointers = kind.pointers((*tensors, out, lse, *memory, None))
+            pointers = kind.pointers((*tensors, out, lse, *memory, seen, None))
             if is_traced():
                 kind.launch_in_graph(pointers, tiles.grid, sizes)
             else:
@@ -126,10 +130,10 @@ class Kind:
         return start, kind
 
     def _launch(
-        self, call: AttentionCall, tiles: Tiles, skips: bool = False
+        self, call: AttentionCall, tiles: Tiles, skips: bool, has_map: bool
     ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
         """What launches with these tiles share, the launch of this call, and its scratch memory."""
-        kind = self._launches.get(key := (skips, *tiles.of_kernel()))
+        kind = self._launches.get(key := (skips, has_map, *tiles.of_kernel()))
         if kind is None:
             kind = self._launches[key] = LaunchKind(call, tiles, self.target, skips)
             launch = kind.launch
@@ -150,11 +154,12 @@ class LaunchKind:
     def __init__(self, call: AttentionCall, tiles: Tiles, target: Target, skips: bool) -> None:
         formats = formats_of(call, target, tiles.is_paired)
         out, lse = call.new_results()
-        pointers = arguments.pointers(call, formats, target, (out, lse), (None, None))
+        pointers = arguments.pointers(call, formats, target, (out, lse), (None, None), None)
         self._out_shape, self._num_heads = out.shape[1:], call.num_heads
         self._out_dtype, self._device = out.dtype, call.q.device
         self._stored = [x if x is None else x.dtype for x in pointers]
-        self.pick = _picker(list(call.given_tensors()), ["parts", "counters"], pointers)
+        made = ["parts", "counters", "seen_tiles"]
+        self.pick = _picker(list(call.given_tensors()), made, pointers)
         self._strides = arguments.strides(call, pointers)
         self._scalars = arguments.scalars(call, formats, tiles)
         self._options = arguments.options(call, formats, tiles, target)._replace(SKIPS=skips)
@@ -192,6 +197,13 @@ class LaunchKind:
         pointers = pointers._replace(**dict(zip(lengths, copies, strict=True)))
         node = node_arguments(pointers, self._strides, sizes, self._scalars, self._options)
         Launch(_graph_attention_fwd_kernel, grid, **node, **self._of_compiler)()
+
+
+def _plan_map_of(call: AttentionCall) -> Callable[[tuple[Any, ...]], Tensor]:
+    """A function that makes the map of a mask, of the plan's tensors."""
+    make, names = plan_map(call), list(call.given_tensors())
+    pick = operator.itemgetter(names.index("attn_bias"), names.index("cu_seqlens_q"))
+    return lambda tensors: make(*pick(tensors))
 
 
 def _picker(

@@ -17,6 +17,7 @@ from torch_paged_attn.backends.triton.portable.common.key_positions import (
 )
 from torch_paged_attn.backends.triton.portable.common.mask import full_range, key_range
 from torch_paged_attn.backends.triton.portable.common.named import named
+from torch_paged_attn.backends.triton.portable.common.seen_tiles import keys_of_tile
 from torch_paged_attn.backends.triton.portable.common.token_scales import scales_of_head
 from torch_paged_attn.backends.triton.portable.forward.combine import part_weights
 from torch_paged_attn.backends.triton.portable.forward.key_loop import attend_keys
@@ -138,6 +139,10 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
             unit = (visits.to(tl.int64) * unit // share.units).to(tl.int32)
         i_stop = i_start + unit_stop
         i_start += unit
+    if pointers.seen_tiles is not None:
+        i_start, i_stop = keys_of_tile(
+            i_start, i_stop, tile, rows.first_head, pointers, strides, sizes, OPTIONS
+        )
     return named("i_start i_stop start stop full_start full_stop key_len tail_start col_start")(
         i_start, i_stop, start, stop, full_start, full_stop, key_len, key_len - query_len, col_start
     )
