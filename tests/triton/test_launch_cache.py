@@ -374,7 +374,7 @@ def test_launches_that_share_a_kernel_share_it_in_triton_and_sizes_share_one():
         model(((1, n), (1, n // 3), (1, 2)), spare_pages=spare)
         for n, spare in ((300, 0), (301, 1), (16 * 29, 16), (16 * 30 - 1, 1))
     ]
-    prefill = [model(((n, 2000), (n, 0))) for n in (700, 701, 16 * 44)]
+    prefill = [model(((n, 16000), (n, 0))) for n in (700, 701, 16 * 44)]
     with cross_compile.workers(1) as pool:
         found = pool.submit(launches, [*decode, *prefill]).result()
     theirs = {}

@@ -41,7 +41,7 @@ def test_one_kernel_for_all_lengths(specialisations):
     ragged += [model([(n, 0)] * b, page_size=None) for n, b in ((1024, 1), (1031, 1), (256, 16))]
     # packed and paged; of packed ones, where one head fills its tiles and where it does not. One
     # kernel lists tiles of any size of packed calls, and one of paged ones that are cut
-    for cached, lists in ((60, 1), (8000, 2)):
+    for cached, lists in ((60, 1), (16000, 2)):
         paged = [model([(n, cached), (n, 0)]) for n in range(700, 705)]
         found = specialisations([*ragged, *paged])
         assert found == {"_hopper_attention_fwd_kernel": 3, "_tile_order_kernel": lists}
