@@ -76,8 +76,10 @@ def hints_in_order(most: int, room: int) -> list[int]:
 def _are_on_a_line(a: int | Step, b: int | Step) -> bool:
     if not (isinstance(a, Step) and isinstance(b, Step) and a[:3] == b[:3]):
         return False
-    # a decode or a step of few queries has few work items: kernels change often along its line
-    return a.max_seqlen_q > 1 and a.total_q > ALL_UP_TO
+    # a decode or a step of few queries has few work items: kernels change often along its line, and
+    # more often where keys are few
+    is_end = a.max_seqlen_k <= KEYS_IN_STEPS < b.max_seqlen_k
+    return a.max_seqlen_q > 1 and a.total_q > ALL_UP_TO and not is_end
 
 
 class Calls(Sequence[Callable[[], None]]):
@@ -175,8 +177,11 @@ class Serving:
         for longest in sorted({*FEW, long - 1}):
             if not 1 < longest < min(long, self.max_length + 1):
                 continue
-            fuller = (batch + batch * (longest - 1) * i // PARTS for i in range(PARTS + 1))
-            for total in {batch + longest - 1, *fuller}:
+            # plans depend on the mean, rounded up, and on whether all sequences have as many
+            means = {1 + (longest - 1) * i // PARTS for i in range(PARTS + 1)}
+            totals = {batch + longest - 1, *(mean * batch for mean in means)}
+            totals |= {mean * batch - 1 for mean in means if mean > 1}
+            for total in sorted(totals):
                 if total <= most:
                     yield total, longest
         if self.max_length >= long:

@@ -64,7 +64,8 @@ def drawn_steps(serving, count):
         else:
             most = min(serving.max_tokens, batch * serving.max_length)
             total = max(batch, min(most, up_to(serving.max_tokens)))
-            longest = max(-(-total // batch), min(up_to(total), serving.max_length))
+            # each of the others has a query
+            longest = max(-(-total // batch), min(up_to(total - batch + 1), serving.max_length))
         total = min(total, serving.max_tokens)
         keys = max(longest, g.choice((serving.max_length, up_to(serving.max_length))))
         yield Step(batch, total, longest, min(keys, serving.max_length))
