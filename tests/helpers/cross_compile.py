@@ -108,7 +108,8 @@ KNOWN = {
     # tiles of 64 keys, which spill nothing, leave twice as many parts: 7.5 ms for M3, not 4.2
     ("sm90", "backward/selected/groups_of_4/bf16"): 192,
     ("sm90", "backward/selected/m3_training/f16"): 128,
-    # before their loops they look which tiles the mask shows: 136 and 208 without
+    # before their loops they look which tiles the mask shows: 136 and 208 without. Under a causal
+    # mask, 2 x 2,048 tokens, 16 heads, 0.90 and 1.34 ms; without 1.39 and 2.28
     ("sm90", "backward/d128/mask/bf16"): 176,
     ("sm90", "backward/d192/mask/bf16"): 256,
     ("sm90", "deepseek_mla/decode/bf16"): 128,

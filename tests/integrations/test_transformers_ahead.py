@@ -64,15 +64,18 @@ def test_training_steps_take_what_was_compiled(arch, kind, process):
 
 def layers_of(family, folder):
     """The layers that `compile` reads of a family's config, and the class of its text's config;
-    None if either cannot be made."""
+    None if Transformers' defaults are no model's, or no decoder's."""
     name = DECODERS[family]
     try:
         config = CONFIG_MAPPING[family]()
         getattr(transformers, name if isinstance(name, str) else name[0])  # imports the models
         text = type(config.get_text_config())
         (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    except Exception:  # of any type, and not of ours
+        return None
+    try:
         return read_model(folder).layers, text
-    except Exception:  # not of ours: Transformers' defaults fit no model, or are no decoder's
+    except ValueError:  # it says what the config lacks
         return None
 
 

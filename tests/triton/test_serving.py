@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,6 @@ from cross_compile import elsewhere
 
 from torch_paged_attn import _serving
 from torch_paged_attn._serving import MOST_ROWS, Serving, Step, rows_with_scales
-from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.compile_ahead import sample
 from torch_paged_attn.backends.triton.dispatch import kernels
 from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, said_of_reach
@@ -258,10 +258,17 @@ def test_the_hint_on_queries_says_something_for_so_many_rows():
     assert MOST_ROWS == BLOCK_M == MOST_SAID
 
 
-def test_hints_on_keys_are_rounded_and_left_out_as_plans_do():
-    steps = _serving.KEY_STEP, _serving.KEYS_IN_STEPS
-    assert steps == (flash_varlen.REACH_STEP, flash_varlen.REACH_IN_STEPS)
-    assert _serving.LEAST_UNSAID == kernels.LEAST_UNSAID
+@pytest.mark.parametrize("room", [256, 1024, 1040, 4608, 40960])
+def test_hints_are_in_order_of_the_keys_that_plans_assume(room):
+    def assumed(hint):
+        call = SimpleNamespace(max_seqlen_k=said_of_reach(hint, False))
+        with mock.patch.object(kernels.support, "key_bound", lambda call: room):
+            return kernels._longest_keys(call)
+
+    hints = _serving.hints_in_order(room, room)
+    assert sorted(hints) == _serving.key_hints(room)
+    found = [assumed(hint) for hint in hints]
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 22])
