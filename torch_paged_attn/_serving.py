@@ -61,7 +61,7 @@ def key_hints(most: int) -> list[int]:
 
 
 def hints_in_order(most: int, room: int) -> list[int]:
-    """The same up to `most`, in order of the keys that the longest sequence is assumed to have.
+    """`key_hints`, in order of the keys that the longest sequence is assumed to have.
     `room`: keys that the block table has room for; a hint of as many, rounded up, says nothing.
     """
 
